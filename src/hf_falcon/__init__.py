@@ -1,0 +1,33 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Falcon drafters for transformers: `target.generate(**inputs, assistant_model=drafter)`, same text, less time."""
+
+from transformers import AutoConfig, AutoModel
+
+from .candidate_generator import FalconCandidateGenerator
+from .configuration_falcon_draft import FalconDraftConfig
+from .draft_options import DraftOptions
+from .hook import disable, enable, install
+from .modeling_falcon_draft import FalconDraftModel
+from .statistics import DraftStatistics, FalconGenerateOutput
+from .tree import DraftTree, DynamicTree, StaticTree, static_paths
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "DraftOptions",
+    "DraftStatistics",
+    "DraftTree",
+    "DynamicTree",
+    "FalconCandidateGenerator",
+    "FalconDraftConfig",
+    "FalconDraftModel",
+    "FalconGenerateOutput",
+    "StaticTree",
+    "disable",
+    "enable",
+    "static_paths",
+]
+
+AutoConfig.register(FalconDraftConfig.model_type, FalconDraftConfig, exist_ok=True)
+AutoModel.register(FalconDraftConfig, FalconDraftModel, exist_ok=True)
+install()

@@ -1,0 +1,112 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""What a drafter borrows from its target: the embedding and the LM head."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .configuration_falcon_draft import weights_fingerprint
+from .modeling_falcon_draft import FalconDraftModel
+
+
+class BorrowedHead:
+    """
+    Embedding and LM head of a target, cut to the drafter's vocabulary, with the target's own post-processing.
+
+    Lives as long as one `generate` call or one training run; the drafter itself keeps nothing of a target.
+
+    Args:
+        drafter ([`FalconDraftModel`]): the drafter that borrows.
+        target ([`PreTrainedModel`]): the target, a causal language model.
+
+    Raises:
+        `ValueError`: if the drafter was made for a target of another kind or shape.
+    """
+
+    def __init__(self, drafter: FalconDraftModel, target: PreTrainedModel):
+        check_target(drafter, target)
+        config = drafter.config
+        output = target.get_output_embeddings()
+        self._embedding = target.get_input_embeddings()
+        self.vocab_ids: Tensor | None = None
+        weight, bias = output.weight, getattr(output, "bias", None)
+        if config.draft_vocab_size is not None:
+            self.vocab_ids = drafter.draft_vocab_ids.to(weight.device)
+            weight = weight[self.vocab_ids]
+            bias = None if bias is None else bias[self.vocab_ids]
+        dtype = drafter.norm.weight.dtype
+        self._weight = weight.detach().to(dtype)
+        self._bias = None if bias is None else bias.detach().to(dtype)
+        self.draft_vocab_size = self._weight.shape[0]
+        self._scale = config.logit_scale
+        self._softcap = config.logit_softcapping
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """The target's embeddings of `token_ids`: one more dimension, `hidden_size` wide."""
+        with torch.no_grad():
+            return self._embedding(token_ids)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """
+        The target's logits of `features`, as its own forward would give them, over the draft vocabulary.
+
+        Args:
+            features (`torch.Tensor` of shape `(..., hidden_size)`): true or predicted features.
+
+        Returns:
+            `torch.Tensor` of shape `(..., draft_vocab_size or vocab_size)`.
+        """
+        logits = F.linear(features.to(self._weight.dtype), self._weight, self._bias)
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Ids in the target's vocabulary of ids in the draft vocabulary."""
+        return draft_ids if self.vocab_ids is None else self.vocab_ids[draft_ids]
+
+
+def check_target(drafter: FalconDraftModel, target: PreTrainedModel) -> None:
+    """
+    Refuses a target that the drafter cannot draft for.
+
+    Raises:
+        `ValueError`: naming the field that differs, both values, and the remedy.
+    """
+    config = drafter.config
+    text_config = target.config.get_text_config(decoder=True)
+    output = target.get_output_embeddings()
+    if output is None or not hasattr(output, "weight"):
+        raise ValueError(
+            f"{type(target).__name__} has no LM head that a drafter could borrow (`get_output_embeddings()` is "
+            f"{type(output).__name__}): use a causal language model whose head is a linear layer."
+        )
+    found = {
+        "target_model_type": text_config.model_type,
+        "vocab_size": text_config.vocab_size,
+        "hidden_size": output.weight.shape[-1],
+    }
+    for field, value in found.items():
+        expected = getattr(config, field)
+        if expected is not None and value != expected:
+            raise ValueError(
+                f"The drafter's `{field}` is {expected!r}, but the target has {value!r}: this drafter was made for "
+                f"{config.target_name_or_path or 'another target'}. Use that target, or train a drafter for this one."
+            )
+    if target.get_input_embeddings().weight.shape[-1] != config.hidden_size:
+        raise ValueError(
+            f"The target's embedding is {target.get_input_embeddings().weight.shape[-1]} wide and its last hidden "
+            f"state {config.hidden_size}: a drafter needs both to be equal."
+        )
+
+
+def was_trained_for(drafter: FalconDraftModel, target: PreTrainedModel) -> bool:
+    """Whether the target's weights are those the drafter was trained for, as far as that can be told."""
+    expected = drafter.config.target_fingerprint
+    actual = weights_fingerprint(target) if expected is not None else None
+    return expected is None or actual is None or actual == expected

@@ -1,0 +1,215 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Drafting: from the target's features and tokens to the tree of a round."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator
+
+from .borrowed_head import BorrowedHead
+from .draft_cache import DraftCache
+from .draft_options import DraftOptions
+from .modeling_falcon_draft import FalconDraftModel, LSTMState, additive_mask
+from .target import FeatureTap
+from .tree import Branches, DraftTree, DynamicTree, StaticTree, single_node, static_paths
+
+# Rows of one drafter forward over a prompt. Masks are rows * context, so a prompt costs no quadratic memory.
+_PREFILL_ROWS = 512
+
+
+class FalconCandidateGenerator(CandidateGenerator):
+    """
+    Proposes the tree of a round with a [`FalconDraftModel`].
+
+    The decoding loop calls `propose` and `commit`. Stock assisted decoding calls `get_candidates`, and gets the
+    tree's most probable path; for that the generator must be used as a context manager, to see the target's features.
+
+    Its state (what is committed, the drafter's cache, the LSTM state) lives as long as one `generate` call.
+
+    Args:
+        drafter ([`FalconDraftModel`]): the drafter.
+        target ([`PreTrainedModel`]): the target it drafts for.
+        options ([`DraftOptions`], *optional*): defaults to those of `drafter.generation_config`.
+    """
+
+    def __init__(self, drafter: FalconDraftModel, target: PreTrainedModel, options: DraftOptions | None = None):
+        self.drafter = drafter
+        self.head = BorrowedHead(drafter, target)
+        self.options = options or DraftOptions.from_generation_config(drafter.generation_config)
+        self._block_size = drafter.config.block_size
+        self._device = drafter.device
+        self._tree = self._build_tree()
+        self._cache = DraftCache(drafter.config.num_hidden_layers)
+        self._lstm_state: LSTMState | None = None
+        # Fused inputs of the last committed positions: a new cut into blocks runs up to k - 1 of them again.
+        self._tail: Tensor | None = None
+        self._block_features: Tensor | None = None
+        self._first_position = 0
+        self._committed = 0
+        self._tap = FeatureTap(target)
+
+    def __enter__(self) -> FalconCandidateGenerator:
+        self._tap.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._tap.__exit__(*exception)
+
+    @property
+    def max_depth(self) -> int:
+        """Tokens that the deepest path of a tree can have."""
+        return self._tree.max_depth
+
+    def commit(self, features: Tensor, next_token_ids: Tensor, first_position: int = 0) -> None:
+        """
+        Takes new true features with the tokens one step ahead, and drafts the next block from them.
+
+        Args:
+            features (`torch.Tensor` of shape `(1, new, hidden_size)`): the target's features of the new positions.
+            next_token_ids (`torch.LongTensor` of shape `(1, new)`): the token after each of these positions.
+            first_position (`int`, *optional*, defaults to 0):
+                Position of the first feature of all; counts in the first call only.
+        """
+        if self._committed == 0:
+            self._first_position = first_position
+        features, next_token_ids = features.to(self._device), next_token_ids.to(self._device)
+        fused, self._lstm_state = self.drafter.fuse(features, self.head.embed(next_token_ids), self._lstm_state)
+        new, size = fused.shape[1], self._block_size
+        rows = fused if self._tail is None else torch.cat((self._tail, fused), dim=1)
+        # The last known position must end a block. Whole blocks are cut from the right; the first may be short only
+        # where the context begins.
+        needed = min(math.ceil(new / size) * size, rows.shape[1])
+        rows = rows[:, -needed:]
+        self._committed += new
+        self._cache.length = self._committed - needed
+        # Chunks of whole blocks, cut from the right like the blocks.
+        chunk = max(1, _PREFILL_ROWS // size) * size
+        edges = [0, *range(needed % chunk or min(chunk, needed), needed + 1, chunk)]
+        for start, end in itertools.pairwise(edges):
+            predicted = self._run_committed(rows[:, start:end])
+        self._tail = rows[:, -(size - 1) :] if size > 1 else rows[:, :0]
+        self._block_features = predicted[:, -size:] if self._committed >= size else None
+
+    def propose(self, root: Tensor, max_depth: int) -> DraftTree:
+        """
+        Drafts the tree of a round.
+
+        Args:
+            root (`torch.LongTensor` of shape `(1,)`): the newest token, which the target chose.
+            max_depth (`int`): tokens that a path may have at most.
+
+        Returns:
+            [`DraftTree`]: of the root alone where nothing can be drafted.
+        """
+        if self._block_features is None or max_depth < 1:
+            return single_node(root)
+        size, base = self._block_size, self._committed
+        tree_round = self._tree.start(max_depth)
+        features, states = self._block_features, self._lstm_state
+        tree_round.add(*self._candidates(features))
+        # Which drafted blocks each block of the last pass sees: those of its ancestors, in drafting order.
+        lineage = torch.zeros(1, 0, dtype=torch.bool, device=self._device)
+        self._cache.length = base
+        passes = 1
+        while (branches := tree_round.branches()) is not None and self._pays(branches):
+            if states is not None:
+                states = (states[0][:, branches.blocks], states[1][:, branches.blocks])
+            fused, states = self.drafter.fuse(features[branches.blocks], self.head.embed(branches.token_ids), states)
+            width = branches.blocks.shape[0]
+            itself = torch.eye(width, dtype=torch.bool, device=self._device)
+            lineage = torch.cat((lineage[branches.blocks], itself), dim=1)
+            inside = lineage.repeat_interleave(size, 0).repeat_interleave(size, 1)
+            before = torch.ones(width * size, base, dtype=torch.bool, device=self._device)
+            positions = self._first_position + base + (passes - 1) * size + torch.arange(size, device=self._device)
+            ends = torch.arange(width * size, device=self._device) // size * size + size - 1
+            predicted = self.drafter.decode(
+                fused.reshape(1, width * size, -1),
+                ends[None],
+                positions.repeat(width)[None],
+                additive_mask(torch.cat((before, inside), dim=1), fused.dtype)[None, None],
+                self._cache,
+            )
+            self._cache.advance(width * size)
+            features = predicted.view(width, size, -1)
+            tree_round.add(*self._candidates(features))
+            passes += 1
+        return tree_round.finish(root)
+
+    def get_candidates(self, input_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
+        """
+        The stock protocol: the prompt followed by the tree's most probable path.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, length)`): the accepted tokens so far.
+
+        Returns:
+            `torch.LongTensor` of shape `(1, length + drafted)`, and `None`: without draft logits transformers accepts
+            a candidate when the target chooses the same token, which is lossless.
+        """
+        if self._tap.is_empty:
+            return input_ids, None
+        features, length = self._tap.take(), input_ids.shape[1]
+        # The newest token has no feature yet. Of what the last forward scored, the accepted positions come first.
+        known = length - 1
+        new = known - self._first_position - self._committed if self._committed else features.shape[1]
+        self.commit(features[:, :new], input_ids[:, length - new :], first_position=known - new)
+        tree = self.propose(input_ids[0, -1:], self.max_depth)
+        leaf = tree.depths.argmax()
+        chain = tree.token_ids[tree.visible[leaf]][1:]
+        return torch.cat((input_ids, chain[None].to(input_ids.device)), dim=1), None
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
+        """The stock protocol; nothing is adapted."""
+
+    def _build_tree(self) -> StaticTree | DynamicTree:
+        options, size = self.options, self._block_size
+        nodes, passes = options.num_assistant_tokens, options.num_draft_passes
+        children = min(options.draft_top_k, nodes, self.head.draft_vocab_size)
+        if options.draft_tree == "dynamic":
+            return DynamicTree(nodes, size, passes, children, options.draft_width, self._device)
+        if isinstance(options.draft_tree, str):
+            return StaticTree(static_paths(nodes, passes * size, children), size, self._device)
+        tree = StaticTree(options.draft_tree, size, self._device)
+        if tree.max_children > self.head.draft_vocab_size:
+            raise ValueError(
+                f"`draft_tree` has child rank {tree.max_children - 1}, but the drafter knows "
+                f"{self.head.draft_vocab_size} tokens: use ranks below that."
+            )
+        return tree
+
+    def _run_committed(self, rows: Tensor) -> Tensor:
+        """Runs committed positions through the decoder layers, in blocks cut from the right, and keeps their rows."""
+        count, size, start = rows.shape[1], self._block_size, self._cache.length
+        places = torch.arange(count, device=self._device)
+        blocks = (places - count) // size
+        before = torch.ones(count, start, dtype=torch.bool, device=self._device)
+        visible = torch.cat((before, blocks[:, None] >= blocks[None]), dim=1)
+        ends = count - 1 + (blocks + 1) * size
+        predicted = self.drafter.decode(
+            rows,
+            ends[None],
+            (self._first_position + start + places)[None],
+            additive_mask(visible, rows.dtype)[None, None],
+            self._cache,
+        )
+        self._cache.advance(count)
+        return predicted
+
+    def _candidates(self, features: Tensor) -> tuple[Tensor, Tensor]:
+        """Most probable tokens of each offset of each block, `(blocks, block_size, max_children)`, best first."""
+        log_probs = self.head.logits(features).float().log_softmax(dim=-1)
+        # A drafter that overflows must not break the order that the tree is cut by.
+        best = log_probs.nan_to_num(nan=-torch.inf).topk(self._tree.max_children, dim=-1)
+        return best.values, self.head.to_target_ids(best.indices)
+
+    def _pays(self, branches: Branches) -> bool:
+        """Whether another pass is worth its time: the most probable path is still likely enough."""
+        threshold = self.options.assistant_confidence_threshold
+        if threshold <= 0 or branches.log_probs is None:
+            return True
+        return bool(branches.log_probs.max() >= math.log(threshold))

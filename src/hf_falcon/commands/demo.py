@@ -1,0 +1,242 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""`hf-falcon demo`: the same text with and without the drafter, side by side, and what the drafter saves."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
+from .report import Row, run_order, summary, table
+
+PROMPTS = {
+    "chat": "My sister moves to a small town by the sea next month and worries about feeling lonely there. "
+    "What can she do in the first weeks to meet people?",
+    "code": "Write a Python function that takes a list of (name, score) pairs and returns a dictionary with the "
+    "average score of each name. Add a docstring and one example of its use.",
+    "mathematics": "A gardener plants 4 rows of 12 tulips and 3 rows of 9 roses. A storm breaks a quarter of the "
+    "tulips and 6 of the roses. How many flowers are left? Explain each step.",
+}
+
+# Takes the next piece of text of the plain (0) or of the assisted (1) column.
+Show = Callable[[int, str], None]
+
+
+@dataclass
+class DemoArguments:
+    """Arguments of `hf-falcon demo`; `help` describes each."""
+
+    target: str | None = field(
+        default=None, metadata={"help": "Target, from the Hub or a folder. By default SmolLM2-135M-Instruct."}
+    )
+    drafter: str | None = field(
+        default=None, metadata={"help": "Drafter, from the Hub or a folder. By default the one that comes along."}
+    )
+    prompt: list[str] | None = field(
+        default=None, metadata={"help": "Prompts of one's own, in place of the three.", "action": "extend"}
+    )
+    max_new_tokens: int = field(default=128, metadata={"help": "New tokens a prompt, at most."})
+    num_assistant_tokens: int | None = field(
+        default=None,
+        metadata={"help": "Draft tokens that the target verifies a round, in place of the drafter's own."},
+    )
+    repeats: int = field(default=3, metadata={"help": "Timed runs of each kind; the median counts."})
+    dtype: str = field(
+        default="auto", metadata={"help": "auto (the fastest on the device), float32, bfloat16 or float16."}
+    )
+    device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
+    json: bool = field(default=False, metadata={"help": "Print the measurements as one JSON object, nothing else."})
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; give 1 or more.")
+
+
+def generate(
+    target: PreTrainedModel,
+    drafter: PreTrainedModel | None,
+    inputs: dict[str, torch.Tensor],
+    max_new_tokens: int,
+    streamer: TextStreamer | None = None,
+) -> Any:
+    """Greedy decoding, plain or with a drafter, called the same way for both."""
+    return target.generate(
+        **inputs,
+        assistant_model=drafter,
+        max_new_tokens=max_new_tokens,
+        do_sample=False,
+        return_dict_in_generate=True,
+        streamer=streamer,
+    )
+
+
+def timed(call: Callable[[], Any], device: torch.device) -> float:
+    """Seconds that a call takes, the device's work included."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    call()
+    wait()
+    return time.perf_counter() - start
+
+
+def tau_and_alpha(output: Any) -> tuple[float, float]:
+    """The acceptance that a `generate` output with `draft_statistics` carries."""
+    if getattr(output, "draft_statistics", None) is None:
+        raise ValueError("The target was decoded without the drafter, for the reason that the warning above gives.")
+    return float(output.draft_statistics["tau"]), float(output.draft_statistics["alpha"])
+
+
+class ColumnStreamer(TextStreamer):
+    """Hands each piece of text, as it is decoded, to a column of the display."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, show: Show, column: int) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.show, self.column = show, column
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.show(self.column, text)
+
+
+@contextmanager
+def display(name: str, prompt: str) -> Iterator[Show]:
+    """Shows a prompt's two texts: beside each other on a terminal, one after the other where the output is kept."""
+    texts, titles = ["", ""], [f"{name}: plain", f"{name}: with the drafter"]
+    print(f"\n{name}: {prompt}\n")
+    if not sys.stdout.isatty():
+        yield lambda column, text: texts.__setitem__(column, texts[column] + text)
+        print("\n\n".join(f"== {title}\n{text.strip()}" for title, text in zip(titles, texts)))
+        return
+
+    try:
+        from rich.columns import Columns
+        from rich.live import Live
+        from rich.panel import Panel
+        from rich.text import Text
+    except ImportError as error:
+        raise OSError("The demo's display needs the package `rich`. Run `pip install hf-falcon[demo]`.") from error
+
+    def columns() -> Columns:
+        width = live.console.width // 2 - 1
+        return Columns([Panel(Text(text.strip()), title=title, width=width) for title, text in zip(titles, texts)])
+
+    drawn = 0.0
+
+    def show(column: int, text: str) -> None:
+        nonlocal drawn
+        texts[column] += text
+        if time.perf_counter() - drawn > 0.1:
+            live.update(columns(), refresh=True)
+            drawn = time.perf_counter()
+
+    with Live(auto_refresh=False) as live:
+        yield show
+        live.update(columns(), refresh=True)
+
+
+def measure(
+    target: PreTrainedModel,
+    drafter: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    prompt: str,
+    arguments: DemoArguments,
+) -> Row:
+    """
+    Runs one prompt both ways; `identical` is what was found in the dtype of the timing.
+
+    The first run of each is the one that is shown; it also warms up. The timed runs have no streamer, so that neither
+    pays for the display.
+    """
+    inputs = encode(tokenizer, prompt, target.device)
+    with nullcontext(lambda column, text: None) if arguments.json else display(name, prompt) as show:
+        outputs = [
+            generate(target, model, inputs, arguments.max_new_tokens, ColumnStreamer(tokenizer, show, column))
+            for column, model in enumerate((None, drafter))
+        ]
+    seconds: dict[bool, list[float]] = {False: [], True: []}
+    for assisted in run_order(arguments.repeats):
+        run = partial(generate, target, drafter if assisted else None, inputs, arguments.max_new_tokens)
+        seconds[assisted].append(timed(run, target.device))
+
+    plain, assisted_ids = (output.sequences[0, inputs["input_ids"].shape[1] :].tolist() for output in outputs)
+    tau, alpha = tau_and_alpha(outputs[1])
+    return Row(
+        name=name,
+        tokens=len(plain),
+        assisted_tokens=len(assisted_ids),
+        plain_seconds=statistics.median(seconds[False]),
+        assisted_seconds=statistics.median(seconds[True]),
+        tau=tau,
+        alpha=alpha,
+        identical=plain == assisted_ids,
+    )
+
+
+def load(
+    arguments: DemoArguments, dtype: torch.dtype, device: torch.device
+) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
+    """The target, the drafter and the tokenizer."""
+    target, tokenizer = load_target(arguments.target, dtype, device)
+    drafter = load_drafter(arguments.drafter, dtype, device)
+    if arguments.num_assistant_tokens is not None:
+        drafter.generation_config.num_assistant_tokens = arguments.num_assistant_tokens
+    return target, drafter, tokenizer
+
+
+def identical_in_fp32(arguments: DemoArguments, prompts: dict[str, str], device: torch.device) -> list[bool]:
+    """For each prompt, whether plain and assisted decoding give the same tokens in float32."""
+    target, drafter, tokenizer = load(arguments, torch.float32, device)
+    found = []
+    for prompt in prompts.values():
+        inputs = encode(tokenizer, prompt, device)
+        outputs = [generate(target, model, inputs, arguments.max_new_tokens) for model in (None, drafter)]
+        found.append(torch.equal(outputs[0].sequences, outputs[1].sequences))
+    return found
+
+
+def main(argv: list[str]) -> int:
+    """Runs the demo. Returns 1 if any text differs in float32, else 0."""
+    parser = HfArgumentParser(DemoArguments, prog="hf-falcon demo", description=__doc__)
+    arguments = DemoArguments(**vars(parser.parse_args(argv)))
+    device = resolve_device(arguments.device)
+    dtype = resolve_dtype(arguments.dtype, device)
+    prompts = {f"prompt {i}": prompt for i, prompt in enumerate(arguments.prompt or (), start=1)} or PROMPTS
+
+    def note(text: str) -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    dtype_name = str(dtype).removeprefix("torch.")
+    note(f"Loading the target and the drafter in {dtype_name} on {device}.")
+    models = load(arguments, dtype, device)
+    rows = []
+    for name, prompt in prompts.items():
+        rows.append(measure(*models, name, prompt, arguments))
+    del models
+    if dtype != torch.float32:
+        # Rounding can part equal texts in a smaller dtype: only float32 tells whether the drafter changed anything.
+        parted = [row.name for row in rows if not row.identical]
+        if parted:
+            note(f"Rounding in {dtype_name} parts the texts of: {', '.join(parted)}.")
+        note("Checking in float32 that both texts are identical.")
+        for row, identical in zip(rows, identical_in_fp32(arguments, prompts, device)):
+            row.identical = identical
+
+    result = summary(rows)
+    if arguments.json:
+        print(json.dumps(result))
+    else:
+        verdict = "identical in float32" if result["identical"] else "NOT identical in float32"
+        print(f"\n{table(rows)}\n\nspeed-up {result['speedup']:.2f}, texts {verdict}")
+    return 0 if result["identical"] else 1

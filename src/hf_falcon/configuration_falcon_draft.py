@@ -1,0 +1,231 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Configuration of the Falcon drafter."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+_FINGERPRINT_TENSORS = 32
+_FINGERPRINT_VALUES = 16
+# Both hold a value's bfloat16 rounding exactly; float16 does not, so a float16 copy cannot be told from a fine-tune.
+_FINGERPRINT_DTYPES = (torch.float32, torch.bfloat16)
+
+
+class FalconDraftConfig(PreTrainedConfig):
+    r"""
+    Configuration of a [`FalconDraftModel`], the semi-autoregressive drafter of Falcon (arXiv 2412.12639, section 3).
+
+    Usually made with [`FalconDraftConfig.from_target`], which copies what must agree with the target.
+
+    Args:
+        vocab_size (`int`, *optional*, defaults to 32000):
+            Vocabulary of the target. transformers demands that it equals the target's.
+        hidden_size (`int`, *optional*, defaults to 576):
+            Width of the drafter, and of the target's last hidden state, which it reads and predicts.
+        intermediate_size (`int`, *optional*, defaults to 1536):
+            Width of the MLP of a decoder layer.
+        num_attention_heads (`int`, *optional*, defaults to 9):
+            Query heads of a decoder layer.
+        num_key_value_heads (`int`, *optional*):
+            Key and value heads (grouped-query attention). Defaults to `num_attention_heads`.
+        head_dim (`int`, *optional*):
+            Width of one head. Defaults to `hidden_size // num_attention_heads`.
+        block_size (`int`, *optional*, defaults to 2):
+            Tokens proposed by one draft pass (k in the paper).
+        num_lstm_layers (`int`, *optional*, defaults to 2):
+            LSTM layers that fuse feature and token embedding. 0 is one linear layer, as in EAGLE.
+        num_hidden_layers (`int`, *optional*, defaults to 2):
+            Decoder layers under the relaxed causal mask.
+        block_anchor (`bool`, *optional*, defaults to `True`):
+            Add a projection of the block's last fused input, the newest (feature, token) pair, to every position of
+            the block. Without it attention must learn to look there. Has no weights at `block_size=1`.
+        draft_vocab_size (`int`, *optional*):
+            Score only this many of the target's tokens when drafting; their ids are stored in the checkpoint
+            (FR-Spec, EAGLE-3). `None` scores them all.
+        hidden_act (`str`, *optional*, defaults to `"silu"`):
+            Activation of the MLP.
+        rms_norm_eps (`float`, *optional*, defaults to 1e-5):
+            Epsilon of the norms.
+        rope_theta (`float`, *optional*, defaults to 10000.0):
+            Base of the rotary embedding.
+        max_position_embeddings (`int`, *optional*, defaults to 2048):
+            Longest context of the target.
+        initializer_range (`float`, *optional*, defaults to 0.02):
+            Standard deviation of the initial weights.
+        logit_scale (`float`, *optional*, defaults to 1.0):
+            The target multiplies its logits by this (Cohere's `logit_scale`, Granite's 1 / `logits_scaling`).
+        logit_softcapping (`float`, *optional*):
+            The target soft-caps its logits at this value (Gemma 2).
+        target_model_type (`str`, *optional*):
+            `model_type` of the target that the drafter was made for.
+        target_name_or_path (`str`, *optional*):
+            Name of that target.
+        target_fingerprint (`str`, *optional*):
+            [`weights_fingerprint`] of that target.
+    """
+
+    model_type = "falcon_draft"
+
+    def __init__(
+        self,
+        vocab_size: int = 32000,
+        hidden_size: int = 576,
+        intermediate_size: int = 1536,
+        num_attention_heads: int = 9,
+        num_key_value_heads: int | None = None,
+        head_dim: int | None = None,
+        block_size: int = 2,
+        num_lstm_layers: int = 2,
+        num_hidden_layers: int = 2,
+        block_anchor: bool = True,
+        draft_vocab_size: int | None = None,
+        hidden_act: str = "silu",
+        rms_norm_eps: float = 1e-5,
+        rope_theta: float = 10000.0,
+        max_position_embeddings: int = 2048,
+        initializer_range: float = 0.02,
+        logit_scale: float = 1.0,
+        logit_softcapping: float | None = None,
+        target_model_type: str | None = None,
+        target_name_or_path: str | None = None,
+        target_fingerprint: str | None = None,
+        **kwargs: Any,
+    ):
+        self.vocab_size = vocab_size
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.num_attention_heads = num_attention_heads
+        self.num_key_value_heads = num_attention_heads if num_key_value_heads is None else num_key_value_heads
+        self.block_size = block_size
+        self.num_lstm_layers = num_lstm_layers
+        self.num_hidden_layers = num_hidden_layers
+        self.block_anchor = block_anchor
+        self.draft_vocab_size = draft_vocab_size
+        self.hidden_act = hidden_act
+        self.rms_norm_eps = rms_norm_eps
+        self.rope_theta = rope_theta
+        self.max_position_embeddings = max_position_embeddings
+        self.initializer_range = initializer_range
+        self.logit_scale = logit_scale
+        self.logit_softcapping = logit_softcapping
+        self.target_model_type = target_model_type
+        self.target_name_or_path = target_name_or_path
+        self.target_fingerprint = target_fingerprint
+        self._validate_sizes(head_dim)
+        self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
+        # The drafter has no embedding of its own, so there is nothing to tie.
+        kwargs.pop("tie_word_embeddings", None)
+        super().__init__(tie_word_embeddings=False, **kwargs)
+
+    def _validate_sizes(self, head_dim: int | None) -> None:
+        smallest = {
+            "vocab_size": 1,
+            "hidden_size": 1,
+            "intermediate_size": 1,
+            "num_attention_heads": 1,
+            "num_key_value_heads": 1,
+            "block_size": 1,
+            "num_lstm_layers": 0,
+            "num_hidden_layers": 1,
+            "max_position_embeddings": 1,
+        }
+        for field, minimum in smallest.items():
+            value = getattr(self, field)
+            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+                raise ValueError(f"`{field}` is {value!r}: set it to an integer of at least {minimum}.")
+        if self.num_attention_heads % self.num_key_value_heads != 0:
+            raise ValueError(
+                f"`num_key_value_heads` is {self.num_key_value_heads}: set it to a divisor of `num_attention_heads` "
+                f"({self.num_attention_heads})."
+            )
+        if head_dim is None and self.hidden_size % self.num_attention_heads != 0:
+            raise ValueError(
+                f"`hidden_size` is {self.hidden_size}, which `num_attention_heads` ({self.num_attention_heads}) does "
+                "not divide: set `head_dim`."
+            )
+        width = self.hidden_size // self.num_attention_heads if head_dim is None else head_dim
+        if not isinstance(width, int) or width < 2 or width % 2 != 0:
+            raise ValueError(f"`head_dim` is {width!r}: set it to an even integer, rotary embedding turns pairs.")
+        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"`draft_vocab_size` is {self.draft_vocab_size}: set it between 1 and `vocab_size` "
+                f"({self.vocab_size}), or to None for all tokens."
+            )
+
+    @classmethod
+    def from_target(cls, target: PreTrainedConfig | PreTrainedModel, **overrides: Any) -> FalconDraftConfig:
+        """
+        The configuration of a drafter for `target`: its vocabulary, special tokens, sizes, name and fingerprint.
+
+        Args:
+            target ([`PreTrainedModel`] or [`PreTrainedConfig`]):
+                The target model, or its configuration alone. The fingerprint of the weights needs the model.
+            overrides:
+                Fields of [`FalconDraftConfig`] that replace what is copied, such as `block_size`.
+        """
+        config = target if isinstance(target, PreTrainedConfig) else target.config
+        fingerprint = None if isinstance(target, PreTrainedConfig) else weights_fingerprint(target)
+        text_config = config.get_text_config(decoder=True)
+        # Only a Llama-like shape can be copied; where the target names it otherwise (GPT-2, OPT) take the usual one.
+        hidden_size = text_config.hidden_size
+        heads = getattr(text_config, "num_attention_heads", None) or max(1, hidden_size // 64)
+        head_dim = getattr(text_config, "head_dim", None)
+        if head_dim is None and hidden_size % heads != 0:
+            head_dim = 2 * max(1, hidden_size // heads // 2)
+        intermediate_size = getattr(text_config, "intermediate_size", None)
+        scaling = getattr(text_config, "logits_scaling", None)
+        fields: dict[str, Any] = {
+            "vocab_size": text_config.vocab_size,
+            "hidden_size": hidden_size,
+            "intermediate_size": intermediate_size if isinstance(intermediate_size, int) else 4 * hidden_size,
+            "num_attention_heads": heads,
+            "num_key_value_heads": getattr(text_config, "num_key_value_heads", None) or heads,
+            "head_dim": head_dim,
+            "rms_norm_eps": getattr(text_config, "rms_norm_eps", None) or 1e-5,
+            "rope_theta": _rope_theta(text_config),
+            "max_position_embeddings": getattr(text_config, "max_position_embeddings", None) or 2048,
+            "logit_scale": 1.0 / scaling if scaling else getattr(text_config, "logit_scale", None) or 1.0,
+            "logit_softcapping": getattr(text_config, "final_logit_softcapping", None),
+            "bos_token_id": copy.copy(text_config.bos_token_id),
+            "eos_token_id": copy.copy(text_config.eos_token_id),
+            "pad_token_id": copy.copy(text_config.pad_token_id),
+            "target_model_type": text_config.model_type,
+            "target_name_or_path": config.name_or_path or None,
+            "target_fingerprint": fingerprint,
+        }
+        return cls(**{**fields, **overrides})
+
+
+def _rope_theta(text_config: PreTrainedConfig) -> float:
+    parameters = getattr(text_config, "rope_parameters", None) or {}
+    # Models with two kinds of layers keep one set of parameters for each.
+    by_layer_kind = parameters.get("full_attention")
+    theta = (by_layer_kind or parameters).get("rope_theta")
+    return float(theta if theta is not None else getattr(text_config, "rope_theta", None) or 10000.0)
+
+
+def weights_fingerprint(model: PreTrainedModel) -> str | None:
+    """
+    A short hash of a model's weights that is the same for its float32 and its bfloat16 copy.
+
+    Returns:
+        `str` or `None`: the hash; `None` where the weights cannot be compared (float16, or not materialised).
+    """
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    stride = max(1, len(matrices) // _FINGERPRINT_TENSORS)
+    samples = []
+    for matrix in matrices[::stride]:
+        if matrix.device.type == "meta" or matrix.dtype == torch.float16:
+            return None
+        flat = matrix.detach().reshape(-1)
+        values = flat[:: max(1, flat.numel() // _FINGERPRINT_VALUES)][:_FINGERPRINT_VALUES]
+        samples.append(values.to(torch.bfloat16).float() if matrix.dtype in _FINGERPRINT_DTYPES else values.float())
+    if not samples:
+        return None
+    digest = hashlib.sha256(torch.cat([sample.cpu() for sample in samples]).numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,108 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""The decoding loop: draft a tree, verify it in one forward of the target, keep the longest agreed path."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+from transformers.utils import logging
+
+from .borrowed_head import was_trained_for
+from .candidate_generator import FalconCandidateGenerator
+from .modeling_falcon_draft import FalconDraftModel
+from .statistics import FalconGenerateOutput, StatisticsRecorder
+from .target import TargetRun, why_no_tree
+from .verification import TokenSequence, verify
+
+logger = logging.get_logger(__name__)
+
+
+def assisted_decoding(
+    target: PreTrainedModel,
+    drafter: FalconDraftModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    synced_gpus: bool = False,
+    streamer: BaseStreamer | None = None,
+    **model_kwargs: Any,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """
+    Generates what plain decoding of `target` generates, with `drafter` proposing trees of tokens. Called by
+    `target.generate(assistant_model=drafter)`, which prepares all arguments.
+
+    Returns:
+        `torch.LongTensor` of shape `(1, length)`, or with `return_dict_in_generate=True` a [`FalconGenerateOutput`].
+
+    Raises:
+        `ValueError`: for `use_cache=False`, as in transformers' own assisted decoding; for a drafter that was made for
+            another target; for drafting options out of range.
+    """
+    if not model_kwargs.get("use_cache", True):
+        raise ValueError("`use_cache` is False: decoding with an assistant model needs `use_cache=True`.")
+    reason = "`synced_gpus` is set" if synced_gpus else None
+    reason = reason or why_no_tree(target, input_ids, generation_config, model_kwargs)
+    if reason is not None:
+        logger.warning_once(f"The assistant model is not used, plain decoding runs: {reason}.")
+        output = target._sample(
+            input_ids,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            generation_config=generation_config,
+            synced_gpus=synced_gpus,
+            streamer=streamer,
+            **model_kwargs,
+        )
+        return FalconGenerateOutput(**output) if isinstance(output, GenerateDecoderOnlyOutput) else output
+    generator = FalconCandidateGenerator(drafter, target)
+    if not was_trained_for(drafter, target):
+        logger.warning_once(
+            f"The target's weights are not those of {drafter.config.target_name_or_path or 'the model'} that the "
+            "drafter was trained for. The output is exact all the same; fewer draft tokens may be accepted."
+        )
+    sequence = TokenSequence(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+    run = TargetRun(target, input_ids, generation_config, model_kwargs)
+    statistics = decode(run, generator, sequence)
+    if streamer is not None:
+        streamer.end()
+    if not generation_config.return_dict_in_generate:
+        return sequence.input_ids
+    return FalconGenerateOutput(
+        sequences=sequence.input_ids,
+        scores=sequence.scores,
+        logits=sequence.logits,
+        past_key_values=run.cache,
+        draft_statistics=statistics.result(sequence.input_ids.shape[1] - sequence.prompt_length),
+    )
+
+
+def decode(run: TargetRun, generator: FalconCandidateGenerator, sequence: TokenSequence) -> StatisticsRecorder:
+    """Rounds of drafting and verifying until `sequence` is finished."""
+    statistics = StatisticsRecorder(run.model.device)
+    with statistics.measure("target"):
+        logits, features = run.prefill(sequence.input_ids)
+    sequence.emit(sequence.choose(logits))
+    # The features at hand belong to the newest positions but one; each goes with the token one step ahead.
+    while not sequence.finished:
+        with statistics.measure("drafter"):
+            new = features.shape[1]
+            generator.commit(features, sequence.input_ids[:, -new:], run.length - new)
+            tree = generator.propose(sequence.root.to(run.model.device), _depth_limit(run, sequence))
+        with statistics.measure("target"):
+            logits, features = run.score(tree)
+        path, accepted = verify(tree, logits, sequence)
+        run.keep(path, len(tree))
+        features = features[:, path]
+        statistics.add_round(len(tree) - 1, accepted)
+    return statistics
+
+
+def _depth_limit(run: TargetRun, sequence: TokenSequence) -> int:
+    """A path may not be longer than the tokens that are wanted, less the target's own."""
+    budget, rotary = sequence.tokens_left - 1, run.max_tree_depth()
+    return budget if rotary is None else min(budget, rotary)

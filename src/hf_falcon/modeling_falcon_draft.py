@@ -1,0 +1,327 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""The Falcon drafter: a fusion of feature and token, then decoder layers under the relaxed causal mask."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+
+from .configuration_falcon_draft import FalconDraftConfig
+from .hook import install
+
+LSTMState = tuple[Tensor, Tensor]
+
+
+class KeyValueCache(Protocol):
+    """What a decoder layer needs of a cache."""
+
+    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]: ...
+
+
+def relaxed_causal_mask(block_ids: Tensor, valid: Tensor | None = None) -> Tensor:
+    """
+    Who sees whom when a sequence is cut in blocks: a position sees its whole block, both ways, and all before it
+    (Falcon, section 3.2).
+
+    Args:
+        block_ids (`torch.LongTensor` of shape `(batch, length)`): block of each position, never decreasing.
+        valid (`torch.BoolTensor` of shape `(batch, length)`, *optional*): `False` hides a padding position.
+
+    Returns:
+        `torch.BoolTensor` of shape `(batch, 1, length, length)`: `True` where the row sees the column.
+    """
+    visible = block_ids[:, :, None] >= block_ids[:, None, :]
+    if valid is not None:
+        # A padding row sees itself, or its softmax would be empty.
+        itself = torch.eye(block_ids.shape[1], dtype=torch.bool, device=block_ids.device)
+        visible = visible & (valid[:, None, :] | itself)
+    return visible[:, None]
+
+
+def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
+    """0 where `visible`, the lowest value of `dtype` elsewhere: the form that every attention kernel reads alike."""
+    zero = torch.zeros((), dtype=dtype, device=visible.device)
+    return torch.where(visible, zero, torch.finfo(dtype).min)
+
+
+def block_ends(block_ids: Tensor) -> Tensor:
+    """Index of the last position of each position's block; `block_ids` and the result have shape `(batch, length)`."""
+    return torch.searchsorted(block_ids.contiguous(), block_ids.contiguous(), right=True) - 1
+
+
+def _rotary(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of shape `(batch, length, head_dim)`, in float32: positions are too coarse in bfloat16."""
+    exponents = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
+    angles = position_ids[..., None].float() * theta**-exponents
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos(), angles.sin()
+
+
+def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = states.shape[-1] // 2
+    turned = torch.cat((-states[..., half:], states[..., :half]), dim=-1)
+    return states * cos + turned * sin
+
+
+class FalconRMSNorm(nn.RMSNorm):
+    """`nn.RMSNorm` that stays fused where its weight is kept in another dtype than it runs in (autocast)."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return F.rms_norm(hidden, self.normalized_shape, self.weight.to(hidden.dtype), self.eps)
+
+
+class FalconAttention(nn.Module):
+    """Grouped-query self-attention with rotary positions."""
+
+    def __init__(self, config: FalconDraftConfig, layer: int):
+        super().__init__()
+        self.layer = layer
+        self.heads = config.num_attention_heads
+        self.kv_heads = config.num_key_value_heads
+        self.head_dim = config.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=False)
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: KeyValueCache | None) -> Tensor:
+        batch, length, _ = hidden.shape
+        queries = _rotate(self._split(self.q_proj(hidden), self.heads), cos, sin)
+        keys = _rotate(self._split(self.k_proj(hidden), self.kv_heads), cos, sin)
+        values = self._split(self.v_proj(hidden), self.kv_heads)
+        if cache is not None:
+            keys, values = cache.update(self.layer, keys, values)
+        # The query heads of a group become rows of one head: no key or value is copied for grouped-query attention.
+        group = self.heads // self.kv_heads
+        queries = queries.reshape(batch, self.kv_heads, group * length, self.head_dim)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask.repeat(1, 1, group, 1))
+        mixed = mixed.reshape(batch, self.heads, length, self.head_dim).transpose(1, 2)
+        return self.o_proj(mixed.reshape(batch, length, self.heads * self.head_dim))
+
+    def _split(self, states: Tensor, heads: int) -> Tensor:
+        return states.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+
+
+class FalconMLP(nn.Module):
+    """Gated MLP."""
+
+    def __init__(self, config: FalconDraftConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden))
+
+
+class FalconDecoderLayer(nn.Module):
+    """Pre-norm decoder layer."""
+
+    def __init__(self, config: FalconDraftConfig, layer: int):
+        super().__init__()
+        self.input_layernorm = FalconRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.self_attn = FalconAttention(config, layer)
+        self.post_attention_layernorm = FalconRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.mlp = FalconMLP(config)
+
+    def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: KeyValueCache | None) -> Tensor:
+        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, mask, cache)
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class FalconFusion(nn.Module):
+    """
+    Joins the feature of a position with the embedding of the token one step ahead: LSTM layers over the sequence
+    (Falcon, section 3.2), or one linear layer when `num_lstm_layers` is 0 (EAGLE).
+    """
+
+    def __init__(self, config: FalconDraftConfig):
+        super().__init__()
+        # Embeddings of targets differ in scale by orders of magnitude; features are normalised by the model's buffers.
+        self.embedding_norm = FalconRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.lstm: nn.LSTM | None = None
+        if config.num_lstm_layers == 0:
+            self.linear = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
+        else:
+            self.lstm = nn.LSTM(
+                2 * config.hidden_size, config.hidden_size, num_layers=config.num_lstm_layers, batch_first=True
+            )
+            # An LSTM starts with outputs far smaller than 1, which the residual stream would drown.
+            self.output_norm = FalconRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+
+    def forward(self, features: Tensor, embeds: Tensor, state: LSTMState | None) -> tuple[Tensor, LSTMState | None]:
+        pairs = torch.cat((features, self.embedding_norm(embeds)), dim=-1)
+        if self.lstm is None:
+            return self.linear(pairs), None
+        hidden, state = self.lstm(pairs, state)
+        return self.output_norm(hidden), state
+
+
+class FalconDraftModel(PreTrainedModel):
+    """
+    The Falcon drafter (arXiv 2412.12639, section 3).
+
+    At position i it reads the target's feature `f_i` beside the embedding of token `t_{i+1}`, and predicts `f_{i+k}`,
+    k being `config.block_size`. The target's own LM head turns that into the logits of `t_{i+k+1}`. Embedding and LM
+    head are borrowed from the target ([`BorrowedHead`]) and never stored here.
+
+    Constructing one, also as custom code from the Hub, makes `target.generate(assistant_model=drafter)` work.
+    """
+
+    config_class = FalconDraftConfig
+    base_model_prefix = "drafter"
+    main_input_name = "features"
+    _no_split_modules = ["FalconDecoderLayer"]
+    # The hook knows a drafter by this mark and not by its class: code loaded from the Hub is another module.
+    is_falcon_drafter = True
+
+    adjust_generation_fn = GenerationMixin.adjust_generation_fn
+
+    feature_mean: Tensor
+    feature_std: Tensor
+    draft_vocab_ids: Tensor
+
+    def __init__(self, config: FalconDraftConfig):
+        super().__init__(config)
+        self.fusion = FalconFusion(config)
+        self.anchor = None
+        if config.block_anchor and config.block_size > 1:
+            self.anchor = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.layers = nn.ModuleList(FalconDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = FalconRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.register_buffer("feature_mean", torch.zeros(config.hidden_size))
+        self.register_buffer("feature_std", torch.ones(config.hidden_size))
+        if config.draft_vocab_size is not None:
+            self.register_buffer("draft_vocab_ids", torch.arange(config.draft_vocab_size))
+        self.post_init()
+        install()
+
+    @classmethod
+    def can_generate(cls) -> bool:
+        """Drafting options live in `generation_config`, which transformers saves and loads with such models."""
+        return True
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
+    ) -> Any:
+        """
+        As [`PreTrainedModel.from_pretrained`], but incomplete checkpoints are refused.
+
+        Raises:
+            `ValueError`: if weights are missing, unexpected or of another shape. A drafter that half loads still
+            generates the right text, at no speed-up, so nobody would notice.
+        """
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+            if info.get(problem):
+                raise ValueError(
+                    f"The checkpoint `{pretrained_model_name_or_path}` has {problem.replace('_', ' ')}: "
+                    f"{sorted(map(str, info[problem]))}. Its weights do not belong to its config.json: download it "
+                    "again, or save it again with `save_pretrained`."
+                )
+        return (model, info) if output_loading_info else model
+
+    def assisted_decoding(self, target: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        """Runs the decoding loop of this drafter's own code; see `decoding.assisted_decoding`."""
+        from .decoding import assisted_decoding
+
+        return assisted_decoding(target, self, *args, **kwargs)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """A drafter proposes tokens to a target and generates nothing by itself."""
+        raise TypeError(
+            "A Falcon drafter generates nothing by itself: call `target.generate(**inputs, assistant_model=drafter)`, "
+            "after `hf_falcon.enable()` if it was disabled."
+        )
+
+    def _init_weights(self, module: nn.Module) -> None:
+        super()._init_weights(module)
+        if module is self:
+            init.zeros_(self.feature_mean)
+            init.ones_(self.feature_std)
+            if self.config.draft_vocab_size is not None:
+                init.copy_(self.draft_vocab_ids, torch.arange(self.config.draft_vocab_size))
+
+    def forward(
+        self,
+        features: Tensor,
+        inputs_embeds: Tensor,
+        block_ids: Tensor,
+        position_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+    ) -> Tensor:
+        """
+        Predicts over whole sequences cut into any blocks: the training forward.
+
+        Args:
+            features (`torch.Tensor` of shape `(batch, length, hidden_size)`): the target's features `f_i`.
+            inputs_embeds (`torch.Tensor` of shape `(batch, length, hidden_size)`): embeddings of the tokens `t_{i+1}`.
+            block_ids (`torch.LongTensor` of shape `(batch, length)`): block of each position, never decreasing.
+            position_ids (`torch.LongTensor` of shape `(batch, length)`, *optional*): defaults to 0, 1, 2, ...
+            attention_mask (`torch.Tensor` of shape `(batch, length)`, *optional*): 0 hides a padding position.
+
+        Returns:
+            `torch.Tensor` of shape `(batch, length, hidden_size)`: predictions of `f_{i+k}`.
+        """
+        fused, _ = self.fuse(features, inputs_embeds)
+        if position_ids is None:
+            position_ids = torch.arange(features.shape[1], device=features.device)[None]
+        valid = None if attention_mask is None else attention_mask.bool()
+        mask = additive_mask(relaxed_causal_mask(block_ids, valid), fused.dtype)
+        return self.decode(fused, block_ends(block_ids), position_ids, mask)
+
+    def fuse(
+        self, features: Tensor, inputs_embeds: Tensor, state: LSTMState | None = None
+    ) -> tuple[Tensor, LSTMState | None]:
+        """
+        Fuses features and embeddings, recurrently where there is an LSTM.
+
+        Args:
+            features, inputs_embeds (`torch.Tensor` of shape `(batch, length, hidden_size)`): see `forward`.
+            state (*optional*): LSTM state after the position before the first one.
+
+        Returns:
+            The fused inputs, of the same shape, and the state after the last position (`None` without an LSTM).
+        """
+        dtype = self.norm.weight.dtype
+        normalised = (features.to(dtype) - self.feature_mean) / self.feature_std
+        return self.fusion(normalised, inputs_embeds.to(dtype), state)
+
+    def decode(
+        self,
+        fused: Tensor,
+        ends: Tensor,
+        position_ids: Tensor,
+        mask: Tensor,
+        cache: KeyValueCache | None = None,
+    ) -> Tensor:
+        """
+        Runs the decoder layers over fused inputs.
+
+        Args:
+            fused (`torch.Tensor` of shape `(batch, rows, hidden_size)`): outputs of `fuse`.
+            ends (`torch.LongTensor` of shape `(batch, rows)`): row that ends each row's block.
+            position_ids (`torch.LongTensor` of shape `(batch, rows)`): positions i.
+            mask (`torch.Tensor` of shape `(batch, 1, rows, cached + rows)`): additive attention mask.
+            cache (*optional*): where keys and values of earlier rows are, and these are written.
+
+        Returns:
+            `torch.Tensor` of shape `(batch, rows, hidden_size)`: predictions of the features `f_{i+k}`.
+        """
+        hidden = fused
+        if self.anchor is not None:
+            hidden = hidden + self.anchor(fused).gather(1, ends[..., None].expand_as(fused))
+        cos, sin = _rotary(position_ids, self.config.head_dim, self.config.rope_theta)
+        cos, sin = cos[:, None].to(hidden.dtype), sin[:, None].to(hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, cos, sin, mask, cache)
+        return self.norm(hidden) * self.feature_std + self.feature_mean

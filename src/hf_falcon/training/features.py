@@ -1,0 +1,136 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Where the target's features come from in training: computed on the fly, or read from disk."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from ..configuration_falcon_draft import weights_fingerprint
+from .token_file import TokenFile
+
+_SHARD_TOKENS = 65536
+
+
+@torch.no_grad()
+def target_features(target: PreTrainedModel, token_ids: Tensor, valid: Tensor) -> Tensor:
+    """
+    The target's last hidden states, after its final norm.
+
+    Args:
+        target ([`PreTrainedModel`]): a causal language model.
+        token_ids (`torch.LongTensor` of shape `(batch, length)`): right-padded sequences.
+        valid (`torch.BoolTensor` of shape `(batch, length)`): `False` on padding.
+
+    Returns:
+        `torch.Tensor` of shape `(batch, length, hidden_size)`, in the target's dtype.
+    """
+    return target.base_model(input_ids=token_ids, attention_mask=valid.long(), use_cache=False).last_hidden_state
+
+
+def feature_statistics(target: PreTrainedModel, data: TokenFile, samples: int = 64) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each of the target's features, of shape `(hidden_size,)`, over some samples."""
+    step = max(1, len(data) // samples)
+    rows = []
+    for index in range(0, len(data), step):
+        token_ids = data.sample(index)[0][None].to(target.device)
+        rows.append(target_features(target, token_ids, torch.ones_like(token_ids, dtype=torch.bool))[0].float().cpu())
+    features = torch.cat(rows)
+    return features.mean(dim=0), features.std(dim=0).clamp_min(1e-4)
+
+
+class StoredFeatures:
+    """
+    Features of a token file on disk, as bfloat16 safetensors shards: each is written once, whole or not at all.
+
+    Args:
+        folder (`str` or `Path`): where the shards are, or will be.
+        target ([`PreTrainedModel`]): the target that computes what is missing.
+        data ([`TokenFile`]): the token file.
+
+    Raises:
+        `OSError`: if the disk has no room for them.
+        `ValueError`: if the folder holds the features of other tokens or of another target.
+    """
+
+    def __init__(self, folder: str | Path, target: PreTrainedModel, data: TokenFile):
+        self._folder = Path(folder)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._shards = _plan_shards(data)
+        self._shard_of = {index: s for s, shard in enumerate(self._shards) for index in shard}
+        identity = _identity(target, data)
+        manifest = self._folder / "features.json"
+        if not manifest.exists():
+            manifest.write_text(json.dumps(identity))
+        elif json.loads(manifest.read_text()) != identity:
+            raise ValueError(
+                f"`{folder}` holds features of {manifest.read_text()}, but this run needs {json.dumps(identity)}: "
+                "give another folder, or delete this one."
+            )
+        missing = [s for s in range(len(self._shards)) if not self._path(s).exists()]
+        self._check_room(missing, data, target.config.get_text_config().hidden_size)
+        for shard in tqdm(missing, desc="features", unit="shard", disable=not missing):
+            self._compute(shard, target, data)
+        self._open = [safe_open(self._path(s), framework="pt") for s in range(len(self._shards))]
+
+    def sample(self, index: int) -> Tensor:
+        """Features of sample `index`, of shape `(length, hidden_size)`, in bfloat16."""
+        return self._open[self._shard_of[index]].get_tensor(str(index))
+
+    def _path(self, shard: int) -> Path:
+        return self._folder / f"features-{shard:05d}.safetensors"
+
+    def _check_room(self, missing: list[int], data: TokenFile, hidden_size: int) -> None:
+        tokens = sum(len(data.sample(index)[0]) for s in missing for index in self._shards[s])
+        needed, free = 2 * hidden_size * tokens, shutil.disk_usage(self._folder).free
+        if missing:
+            print(f"features of {tokens:,} tokens: {needed / 1e9:.2f} GB on disk ({free / 1e9:.0f} GB free)")
+        if needed > 0.9 * free:
+            raise OSError(
+                f"`{self._folder}` has {free / 1e9:.1f} GB free and the features need {needed / 1e9:.1f} GB: free "
+                "some space, or leave out `features_dir` to compute features on the fly."
+            )
+
+    def _compute(self, shard: int, target: PreTrainedModel, data: TokenFile) -> None:
+        tensors: dict[str, Tensor] = {}
+        # Sorted by length, so that a batch has next to no padding.
+        order = sorted(self._shards[shard], key=lambda index: len(data.sample(index)[0]))
+        for start in range(0, len(order), 16):
+            samples = [data.sample(index)[0] for index in order[start : start + 16]]
+            token_ids = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True).to(target.device)
+            lengths = torch.tensor([len(sample) for sample in samples], device=target.device)
+            valid = torch.arange(token_ids.shape[1], device=target.device)[None] < lengths[:, None]
+            features = target_features(target, token_ids, valid).to("cpu", torch.bfloat16)
+            for index, row, length in zip(order[start : start + 16], features, lengths.tolist(), strict=True):
+                tensors[str(index)] = row[:length].clone()
+        temporary = self._path(shard).with_suffix(".tmp")
+        save_file(tensors, temporary)
+        os.replace(temporary, self._path(shard))
+
+
+def _plan_shards(data: TokenFile) -> list[list[int]]:
+    """Samples of each shard, in order."""
+    shards: list[list[int]] = [[]]
+    rows = 0
+    for index in range(len(data)):
+        if rows > _SHARD_TOKENS:
+            shards.append([])
+            rows = 0
+        shards[-1].append(index)
+        rows += len(data.sample(index)[0])
+    return shards
+
+
+def _identity(target: PreTrainedModel, data: TokenFile) -> dict[str, str | int]:
+    digest = hashlib.sha256(data.tokens.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+    return {"target": str(weights_fingerprint(target)), "tokens": digest, "samples": len(data)}

