@@ -59,7 +59,9 @@ class BorrowedHead:
         Returns:
             `torch.Tensor` of shape `(..., draft_vocab_size or vocab_size)`.
         """
-        logits = F.linear(features.to(self._weight.dtype), self._weight, self._bias)
+        # As one matrix: a batch of strided rows would make the product copy the weight.
+        rows = features.reshape(-1, features.shape[-1]).to(self._weight.dtype)
+        logits = F.linear(rows, self._weight, self._bias).view(*features.shape[:-1], -1)
         if self._scale != 1.0:
             logits = logits * self._scale
         if self._softcap is not None:

@@ -94,7 +94,7 @@ def decode(run: TargetRun, generator: FalconCandidateGenerator, sequence: TokenS
             generator.commit(features, sequence.input_ids[:, -new:], run.length - new)
             tree = generator.propose(sequence.root.to(run.model.device), _depth_limit(run, sequence))
         with statistics.measure("target"):
-            logits, features = run.score(tree)
+            logits, features = run.score(tree, sequence.input_ids)
         path, accepted = verify(tree, logits, sequence)
         run.keep(path, len(tree))
         features = features[:, path]

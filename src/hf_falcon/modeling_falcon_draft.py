@@ -220,6 +220,8 @@ class FalconDraftModel(PreTrainedModel):
             `ValueError`: if weights are missing, unexpected or of another shape. A drafter that half loads still
             generates the right text, at no speed-up, so nobody would notice.
         """
+        # transformers' own error for a shape does not say which weight has it.
+        kwargs["ignore_mismatched_sizes"] = True
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
             if info.get(problem):
@@ -229,6 +231,12 @@ class FalconDraftModel(PreTrainedModel):
                     "again, or save it again with `save_pretrained`."
                 )
         return (model, info) if output_loading_info else model
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> None:
+        """As [`PreTrainedModel.save_pretrained`]; the drafting options in `generation_config` are kept."""
+        # A generation configuration that counts as made from the model's config loses custom fields when it is loaded.
+        self.generation_config._from_model_config = False
+        super().save_pretrained(*args, **kwargs)
 
     def assisted_decoding(self, target: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         """Runs the decoding loop of this drafter's own code; see `decoding.assisted_decoding`."""

@@ -119,13 +119,14 @@ class FeatureTap:
     """
 
     def __init__(self, model: PreTrainedModel):
-        self._base = model.base_model
+        # Not `base_model`: OPT's language model calls the decoder inside it directly.
+        self._decoder = model.get_decoder()
         self._thread = threading.get_ident()
         self._collected: list[Tensor] = []
         self._handle: Any = None
 
     def __enter__(self) -> FeatureTap:
-        self._handle = self._base.register_forward_hook(self._collect)
+        self._handle = self._decoder.register_forward_hook(self._collect)
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -190,11 +191,9 @@ class TargetRun:
             The logits after it, of shape `(1, vocab_size)`, and the features of its positions that were not in the
             cache yet, of shape `(1, positions, hidden_size)`.
         """
-        self.cache.activate_past_recording()
         with FeatureTap(self.model) as tap:
             outputs = self.model._prefill(input_ids, self._generation_config, self._model_kwargs)
-        # Layers with a window keep all of a prompt until they are cropped.
-        self.cache.crop(0)
+        self._adopt(outputs.past_key_values)
         return outputs.logits[:, -1], tap.take()
 
     def max_tree_depth(self) -> int | None:
@@ -202,18 +201,28 @@ class TargetRun:
         if self._rope_boundary is None:
             return None
         position = self.length - self._num_hidden
-        if position >= self._rope_boundary:
-            return 0 if self._rope_never_settles else None
-        return self._rope_boundary - 1 - position
+        if position > self._rope_boundary and not self._rope_never_settles:
+            return None
+        return max(0, self._rope_boundary - 1 - position)
 
-    def score(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
+    def score(self, tree: DraftTree, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """
         One forward over all nodes of a tree.
+
+        Args:
+            tree ([`DraftTree`]): the tree of the round.
+            input_ids (`torch.LongTensor` of shape `(1, length)`): the sequence so far, which ends with the root.
 
         Returns:
             The logits after each node's own path, of shape `(nodes, vocab_size)`, and the nodes' features, of shape
             `(1, nodes, hidden_size)`.
         """
+        if self._starts_anew(input_ids):
+            inputs = self.model.prepare_inputs_for_generation(input_ids, use_cache=True)
+            with FeatureTap(self.model) as tap:
+                outputs = self.model(**inputs, return_dict=True)
+            self._adopt(outputs.past_key_values)
+            return outputs.logits[0, -1:], tap.take()[:, -1:]
         start = self.length
         masks = {kind: self._mask(kind, tree, start) for kind in self._kinds}
         with FeatureTap(self.model) as tap:
@@ -244,6 +253,23 @@ class TargetRun:
                 # Gathered first, then written: source and destination rows overlap.
                 states[..., first : first + kept, :] = states[..., first:, :].index_select(-2, path.to(states.device))
         self.cache.crop(kept - nodes)
+
+    def _adopt(self, cache: Cache) -> None:
+        """Takes the cache that a forward returned: where rotary frequencies change, Phi3 returns another one."""
+        self.cache = cache
+        # Layers with a window drop nothing of a tree before they are cropped.
+        cache.activate_past_recording()
+        cache.crop(0)
+
+    def _starts_anew(self, input_ids: Tensor) -> bool:
+        """Whether plain decoding drops its cache here and runs all anew, as Phi3 does with its long frequencies."""
+        # With padding the context reaches the boundary later than the cache does, and nothing is to be computed anew.
+        if self._rope_boundary is None or self.length != self._rope_boundary or self._num_hidden > 0:
+            return False
+        inputs = self.model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=1, past_key_values=self.cache, use_cache=True
+        )
+        return inputs.get("past_key_values") is None
 
     def _mask(self, kind: str, tree: DraftTree, start: int) -> Tensor:
         """Additive mask of shape `(1, 1, nodes, cached + nodes)`; a node's slot is the one plain decoding gives it."""

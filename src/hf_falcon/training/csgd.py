@@ -111,6 +111,22 @@ def glance(loss_positions: Tensor, distance: Tensor, ratio: float, generator: to
     return loss_positions & (rank >= start[:, None]) & (rank < (start + wanted)[:, None])
 
 
+def check_unrolling(drafter: FalconDraftModel, passes: int) -> None:
+    """
+    Refuses what unrolled training cannot do.
+
+    Raises:
+        `ValueError`: for no pass at all, and for more than one of a drafter with an LSTM.
+    """
+    if passes < 1:
+        raise ValueError(f"`unroll_passes` is {passes}: set it to at least 1.")
+    if passes > 1 and drafter.config.num_lstm_layers > 0:
+        raise ValueError(
+            f"`unroll_passes` is {passes} and `num_lstm_layers` {drafter.config.num_lstm_layers}: unrolling is there "
+            "for drafters without an LSTM. Set `unroll_passes=1` or `num_lstm_layers=0`."
+        )
+
+
 def draft_loss(
     drafter: FalconDraftModel,
     head: BorrowedHead,
@@ -140,16 +156,14 @@ def draft_loss(
     Returns:
         [`DraftLoss`]
     """
+    check_unrolling(drafter, passes)
     block_size = drafter.config.block_size
-    if passes > 1 and drafter.config.num_lstm_layers > 0:
-        raise ValueError(
-            f"`unroll_passes` is {passes} and `num_lstm_layers` {drafter.config.num_lstm_layers}: unrolling is there "
-            "for drafters without an LSTM. Set `unroll_passes=1` or `num_lstm_layers=0`."
-        )
     rows, length = batch.token_ids.shape
     device = batch.features.device
     block_ids, place_in_block = (t.to(device) for t in random_blocks(rows, length, block_size, generator))
-    uniform = torch.rand(batch.features.shape, generator=generator).to(device) * 2 - 1
+    # Drawn on the device, from a seed of the one generator: there are too many of these to send.
+    noise_generator = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
+    uniform = torch.rand(batch.features.shape, generator=noise_generator, device=device) * 2 - 1
     features = batch.features + (noise * uniform * drafter.feature_std).to(batch.features.dtype)
     embeds = head.embed(shift_left(batch.token_ids, 1))
 
@@ -158,21 +172,23 @@ def draft_loss(
     judged = shift_left(batch.response & batch.valid, block_size + 1)
     place = place_in_block[judged]
 
+    given, given_embeds = features, embeds
     if glancing_ratio > 0 and block_size > 1:
         with torch.no_grad():
             guess = _draft_pass(drafter, features, embeds, block_ids, batch.valid)[judged]
             wrong = torch.zeros_like(judged)
             wrong[judged] = distillation_loss(guess, labels[judged], head, weights.soft)[1] > 0
             glanced = glance(judged, wrong.sum(dim=1), glancing_ratio, generator)
-        features = torch.where(glanced[..., None], labels, features)
-        embeds = torch.where(glanced[..., None], shift_left(embeds, block_size), embeds)
+        given = torch.where(glanced[..., None], labels, features)
+        given_embeds = torch.where(glanced[..., None], shift_left(embeds, block_size), embeds)
 
     regression, distillation, correct, counts = [], [], [], []
     cache = TrainingCache(drafter.config.num_hidden_layers) if passes > 1 else None
     for index in range(1, passes + 1):
-        predicted = _draft_pass(drafter, features, embeds, block_ids, batch.valid, index, cache)
-        # Feature i was predicted at i - k; the first k positions have no prediction and keep what they had.
-        features = torch.cat((features[:, :block_size], predicted[:, : length - block_size]), dim=1)
+        predicted = _draft_pass(drafter, given, given_embeds, block_ids, batch.valid, index, cache)
+        # The next pass reads no glanced pair. Feature i was predicted at i - k; the first k positions have no prediction.
+        given = torch.cat((features[:, :block_size], predicted[:, : length - block_size]), dim=1)
+        given_embeds = embeds
 
         chosen = predicted[judged]
         error = (chosen.float() - labels[judged].float()) / drafter.feature_std

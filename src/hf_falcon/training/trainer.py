@@ -14,11 +14,13 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
-from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from ..borrowed_head import BorrowedHead
 from ..modeling_falcon_draft import FalconDraftModel
-from .csgd import DistillationWeights, DraftBatch, DraftLoss, draft_loss
+from .csgd import DistillationWeights, DraftBatch, DraftLoss, check_unrolling, draft_loss
 from .features import StoredFeatures, target_features
 from .token_file import TokenFile
 
@@ -170,6 +172,7 @@ class FalconTrainer(Trainer):
         train_dataset: DraftSamples,
         eval_dataset: DraftSamples | None = None,
     ):
+        check_unrolling(drafter, args.unroll_passes)
         # The batch is a structure of this module's own: there are no columns for Trainer to drop.
         args.remove_unused_columns = False
         args.label_names = []
@@ -184,10 +187,23 @@ class FalconTrainer(Trainer):
             eval_dataset=eval_dataset,
         )
         self.model_accepts_loss_kwargs = False
-        self.remove_callback(ProgressCallback)
-        self.add_callback(_DraftProgress(self._sums))
+        if not args.disable_tqdm:
+            self.remove_callback(ProgressCallback)
+            self.add_callback(_DraftProgress())
         if args.max_minutes is not None:
             self.add_callback(_TimeLimit(args.max_minutes))
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
+        """See [`~transformers.Trainer.train`]. A finished run stays as it is: Trainer would add a step to it."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
+        if resume_from_checkpoint:
+            state = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))
+            if 0 < self.args.max_steps <= state.global_step:
+                self._load_from_checkpoint(resume_from_checkpoint)
+                self.state = state
+                return TrainOutput(state.global_step, 0.0, {})
+        return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> LengthGroupedSampler:
         return LengthGroupedSampler(self.train_dataset.lengths, self.args.train_batch_size, self.args.seed)
@@ -282,10 +298,6 @@ class _RunningSums:
 
 class _DraftProgress(ProgressCallback):
     """Trainer's progress bar, with the loss and the accuracy by depth on it."""
-
-    def __init__(self, sums: _RunningSums):
-        super().__init__()
-        self._shown: dict[str, str] = {}
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and self.training_bar is not None and logs and "loss" in logs:

@@ -1,0 +1,24 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Fixtures of several test modules."""
+
+import logging
+
+import pytest
+from transformers.utils import logging as transformers_logging
+
+import hf_falcon
+
+
+@pytest.fixture(autouse=True)
+def hook_on():
+    """Whatever a test does to the hook, the next one finds it installed."""
+    yield
+    hf_falcon.enable()
+
+
+@pytest.fixture
+def warnings_given(caplog):
+    """A function that tells what the decoding loop warned of so far in this test; nothing before it counts as given."""
+    transformers_logging.warning_once.cache_clear()
+    caplog.set_level(logging.WARNING, logger="hf_falcon")
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "hf_falcon.decoding"]

@@ -1,0 +1,165 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""The one promise: the tokens are those of plain `generate`, whatever drafts, in whatever tree, for every target."""
+
+import functools
+import itertools
+import math
+import random
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from oracle import use_oracle
+from tiny_models import ROPE_SCALED, TARGETS, prompt, tiny_drafter, tiny_target
+from transformers import PreTrainedModel
+
+NEW_TOKENS = 34
+# Ranks with gaps, leaves at every depth, and the deepest of them not on the first ranks.
+OWN_PATHS = [[0], [2], [0, 0], [0, 1], [2, 1], [2, 1, 0], [2, 1, 2], [0, 1, 0], [2, 1, 2, 1], [2, 1, 2, 1, 0]]
+# How much is known of the truth, and where in the tree it is; `None` is the random drafter's own draft.
+DRAFTS: dict[str, dict | None] = {
+    "random": None,
+    "oracle": {"accuracy": 1.0},
+    "scattered": {"accuracy": 1.0, "scattered": True},
+    "half": {"accuracy": 0.7, "scattered": True},
+}
+# Drafts that put the whole truth into the tree.
+ALL_IN_TREE = {("oracle", "dynamic"), ("oracle", "static"), ("scattered", "static"), ("scattered", "own")}
+SAMPLERS = {
+    "temperature": {"temperature": 0.7, "top_k": 0},
+    "top_k": {"top_k": 5, "temperature": 1.3},
+    "top_p": {"top_p": 0.8, "top_k": 0},
+    "min_p": {"min_p": 0.05, "top_k": 0},
+    "repetition_penalty": {"repetition_penalty": 1.3},
+    "no_repeat_ngram": {"no_repeat_ngram_size": 2},
+}
+GREEDY_PROCESSORS = ("repetition_penalty", "no_repeat_ngram")
+
+
+class Case(NamedTuple):
+    """One way of drafting for one prompt."""
+
+    block_size: int
+    num_lstm_layers: int
+    tree: str
+    nodes: int
+    prompt_length: int
+    draft: str
+
+
+VALUES = Case(
+    block_size=(1, 2, 3, 4),
+    num_lstm_layers=(0, 1, 2),
+    tree=("dynamic", "static", "own"),
+    nodes=(1, 2, 3, 6, 16, 64),
+    prompt_length=(1, 2, 5, 8, 20, 40),
+    draft=tuple(DRAFTS),
+)
+
+
+def sampled_cases(name: str, count: int) -> Iterator[Case]:
+    """Random cases in which every value of every factor comes as often as every other."""
+    shuffled = random.Random(name)
+    columns = [shuffled.sample(values * math.ceil(count / len(values)), count) for values in VALUES]
+    return itertools.starmap(Case, zip(*columns))
+
+
+def options_of(case: Case) -> dict:
+    tree = OWN_PATHS if case.tree == "own" else case.tree
+    # Narrow and wide alike: a small budget leaves no room for many paths anyway.
+    return {"num_assistant_tokens": case.nodes, "num_draft_passes": 3, "draft_tree": tree, "draft_width": 3}
+
+
+def fresh_target(name: str) -> PreTrainedModel:
+    """Dynamic frequencies outlive a `generate` call, so that plain decoding does not repeat itself either."""
+    return ROPE_SCALED[name]() if name in ROPE_SCALED else tiny_target(name)
+
+
+@functools.lru_cache(maxsize=None)
+def plain(name: str, prompt_length: int, settings: tuple = (), seed: int = 0) -> torch.Tensor:
+    torch.manual_seed(seed)
+    # With a cache, transformers 5.17 loses the context where Phi3's frequencies change; without, it is right.
+    arguments = {"do_sample": False, "use_cache": name != "phi3-longrope", **dict(settings)}
+    return fresh_target(name).generate(prompt(prompt_length), max_new_tokens=NEW_TOKENS, **arguments)
+
+
+def check(monkeypatch, name: str, case: Case, settings: tuple = (), seed: int = 0) -> None:
+    """Compares assisted with plain generation, and what was accepted with what the draft knew."""
+    target = fresh_target(name)
+    drafter = tiny_drafter(target, case.block_size, case.num_lstm_layers, **options_of(case))
+    expected = plain(name, case.prompt_length, settings, seed)
+    draft = DRAFTS[case.draft]
+    made = [] if draft is None else use_oracle(monkeypatch, expected, seed=seed, **draft)
+    torch.manual_seed(seed)
+    output = target.generate(
+        prompt(case.prompt_length),
+        assistant_model=drafter,
+        max_new_tokens=NEW_TOKENS,
+        return_dict_in_generate=True,
+        **{"do_sample": False, **dict(settings)},
+    )
+    monkeypatch.undo()
+    assert output.sequences.tolist() == expected.tolist(), (name, case)
+    # The cache is what plain decoding leaves: everything but the last token.
+    assert output.past_key_values.get_seq_length() == expected.shape[1] - 1
+    statistics = output.draft_statistics
+    all_in_tree = (case.draft, case.tree) in ALL_IN_TREE
+    if all_in_tree and name not in ROPE_SCALED:
+        # Rounds of as many tokens as the tree is deep and the target's own. None is drafted before a block is known.
+        steps = max(0, case.block_size - case.prompt_length)
+        assert statistics.rounds <= steps + math.ceil((NEW_TOKENS - 1) / (made[0].tree_depth + 1))
+    elif case.draft == "scattered" and case.nodes > 2:
+        assert statistics.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_plain_output_varies(name):
+    """Equality says little about targets that repeat one token."""
+    for length in VALUES.prompt_length[2:]:
+        new = plain(name, length)[0, length:].tolist()
+        assert len(new) == NEW_TOKENS
+        assert len(set(new)) > 5
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_greedy_equals_plain(name, monkeypatch):
+    for case in sampled_cases(name, 12):
+        check(monkeypatch, name, case)
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("name", TARGETS)
+def test_sample_equals_plain_under_the_same_seed(name, sampler, monkeypatch):
+    settings = SAMPLERS[sampler]
+    for seed, case in enumerate(sampled_cases(f"{name} {sampler}", 1)):
+        check(monkeypatch, name, case, (("do_sample", True), *settings.items()), seed=seed)
+        if sampler in GREEDY_PROCESSORS:
+            check(monkeypatch, name, case, tuple(settings.items()))
+
+
+@pytest.mark.parametrize("name", ROPE_SCALED)
+def test_changing_rotary_frequencies(name, monkeypatch):
+    """The context grows past the length from which the frequencies depend on it, or starts beyond it."""
+    for case in sampled_cases(name, 24):
+        check(monkeypatch, name, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tree", VALUES.tree)
+@pytest.mark.parametrize("num_lstm_layers", VALUES.num_lstm_layers)
+@pytest.mark.parametrize("block_size", VALUES.block_size)
+@pytest.mark.parametrize("name", [*TARGETS, *ROPE_SCALED])
+def test_greedy_equals_plain_for_all(name, block_size, num_lstm_layers, tree, monkeypatch):
+    lengths = itertools.cycle(VALUES.prompt_length)
+    for nodes, draft in itertools.product((1, 6, 64), DRAFTS):
+        check(monkeypatch, name, Case(block_size, num_lstm_layers, tree, nodes, next(lengths), draft))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampler", SAMPLERS)
+@pytest.mark.parametrize("name", [*TARGETS, *ROPE_SCALED])
+def test_sample_equals_plain_for_all(name, sampler, monkeypatch):
+    settings = (("do_sample", True), *SAMPLERS[sampler].items())
+    for seed, case in enumerate(sampled_cases(f"{name} {sampler} all", 24)):
+        check(monkeypatch, name, case, settings, seed=seed)

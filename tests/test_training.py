@@ -1,0 +1,664 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Training: the loss against plain re-implementations, and a run that stops and goes on as if it had not."""
+
+import json
+import os
+import re
+import shutil
+from collections import namedtuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from draft_fixtures import HIDDEN, VOCAB, random_tokens, tiny_drafter, tiny_target
+from safetensors import safe_open
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast, TrainerCallback
+
+from hf_falcon import FalconDraftModel
+from hf_falcon.borrowed_head import BorrowedHead
+from hf_falcon.commands import main as entry
+from hf_falcon.commands import train
+from hf_falcon.commands.train import frequent_tokens
+from hf_falcon.training import csgd, distillation, features
+from hf_falcon.training.csgd import (
+    DistillationWeights,
+    DraftBatch,
+    _unrolled_mask,
+    draft_loss,
+    glance,
+    random_blocks,
+    shift_left,
+)
+from hf_falcon.training.distillation import distillation_loss
+from hf_falcon.training.features import StoredFeatures, feature_statistics, target_features
+from hf_falcon.training.token_file import TokenFile
+from hf_falcon.training.trainer import (
+    DraftSamples,
+    FalconTrainer,
+    FalconTrainingArguments,
+    LengthGroupedSampler,
+    collate,
+)
+
+WEIGHTS = DistillationWeights(regression=0.7, distillation=0.3, soft=0.6)
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_target()
+
+
+def seeded(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def token_file(samples=7, seed=5, lengths=(10, 20), prompt=4) -> TokenFile:
+    generator = seeded(seed)
+    tokens = [
+        torch.randint(3, VOCAB, (int(length),), generator=generator)
+        for length in torch.randint(*lengths, (samples,), generator=generator)
+    ]
+    return TokenFile.from_samples(tokens, [prompt] * samples, [0.0] * samples, VOCAB)
+
+
+def draft_batch(target, lengths=(24, 17, 21), prompts=(12, 13, 20)) -> DraftBatch:
+    samples = [{"token_ids": random_tokens(n, seed=n), "prompt_length": p} for n, p in zip(lengths, prompts)]
+    fields = collate(samples)
+    return DraftBatch(target_features(target, fields["token_ids"], fields["valid"]), **fields)
+
+
+# The pieces of the loss.
+
+
+@pytest.mark.parametrize("steps", [0, 1, 3, 5, 9])
+def test_shift_left(steps):
+    values = torch.arange(1, 21).reshape(2, 5, 2)
+    for row, shifted in zip(values.tolist(), shift_left(values, steps).tolist()):
+        assert shifted == (row[steps:] + [[0, 0]] * steps)[: len(row)] if steps < 5 else [[0, 0]] * 5
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3, 4])
+def test_random_blocks(block_size):
+    blocks, places = random_blocks(200, 9, block_size, seeded())
+    for row, place in zip(blocks.tolist(), places.tolist()):
+        assert row[0] == 0 and place == [(place[0] + i) % block_size for i in range(9)]
+        assert row == [(place[0] + i) // block_size for i in range(9)]
+    # Every offset is met, about as often.
+    assert places[:, 0].bincount(minlength=block_size).min() > 200 / block_size / 2
+    again = random_blocks(200, 9, block_size, seeded())
+    assert torch.equal(blocks, again[0]) and torch.equal(places, again[1])
+
+
+@pytest.mark.parametrize("ratio", [0.0, 0.2, 0.4, 1.0])
+def test_glance(ratio):
+    torch.manual_seed(0)
+    loss_positions = torch.rand(300, 12) < torch.rand(300, 1)
+    distance = (torch.rand(300) * (loss_positions.sum(dim=1) + 1)).long()
+    glanced = glance(loss_positions, distance, ratio, seeded())
+    firsts = set()
+    for row, allowed, wrong in zip(glanced, loss_positions, distance.tolist()):
+        # Numbered among the loss positions, a run has no gaps.
+        chosen = row[allowed].nonzero()[:, 0].tolist()
+        assert len(chosen) == int(row.sum()) == int(ratio * wrong + 1e-6)
+        assert chosen == list(range(chosen[0], chosen[0] + len(chosen))) if chosen else True
+        firsts.update(chosen[:1])
+    assert torch.equal(glanced, glance(loss_positions, distance, ratio, seeded()))
+    if ratio:
+        assert len(firsts) > 3 and not torch.equal(glanced, glance(loss_positions, distance, ratio, seeded(1)))
+
+
+def test_a_run_may_lie_anywhere():
+    loss_positions = torch.tensor([[False, True, True, False, True, True, False]]).expand(200, 7)
+    glanced = glance(loss_positions, torch.full((200,), 4), 0.5, seeded())
+    expected = {(1, 2), (2, 4), (4, 5)}
+    assert {tuple(row.nonzero()[:, 0].tolist()) for row in glanced} == expected
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+@pytest.mark.parametrize("passes", [1, 2, 3])
+def test_unrolled_mask(block_size, passes):
+    length = 9
+    blocks = (torch.arange(length)[None] + torch.tensor([[0], [1]])) // block_size
+    valid = torch.arange(length)[None] < torch.tensor([[9], [6]])
+    mask = _unrolled_mask(blocks, valid, passes)
+    assert mask.shape == (2, 1, length, passes * length)
+    for b in range(2):
+        for row in range(length):
+            for key in range(passes * length):
+                of_pass, column = key // length + 1, key % length
+                behind = int(blocks[b, row] - blocks[b, column])
+                # The last block with true features, and all before; then one block of each pass up to this one.
+                sees = behind >= passes - 1 if of_pass == 1 else behind == passes - of_pass
+                assert mask[b, 0, row, key] == (sees and (bool(valid[b, column]) or row == column))
+
+
+@pytest.mark.parametrize("kind, draft_vocab_size", [("llama", None), ("llama", 20), ("gemma2", None), ("gemma2", 20)])
+@pytest.mark.parametrize("soft", [0.0, 0.9, 1.0])
+@pytest.mark.parametrize("chunk", [1, 150, 1 << 21])
+def test_distillation_loss(monkeypatch, kind, draft_vocab_size, soft, chunk):
+    monkeypatch.setattr(distillation, "_CHUNK_ELEMENTS", chunk)
+    target = tiny_target(kind)
+    head = BorrowedHead(tiny_drafter(target, draft_vocab_size=draft_vocab_size), target)
+    torch.manual_seed(0)
+    labels = torch.randn(11, HIDDEN)
+    predicted = (labels + torch.randn(11, HIDDEN)).requires_grad_()
+
+    p, q = head.logits(labels).softmax(dim=-1), head.logits(predicted).softmax(dim=-1)
+    hard = -q.log()[torch.arange(11), p.argmax(dim=-1)]
+    expected = (soft * (p * (p / q).log()).sum(dim=-1) + (1 - soft) * hard).mean()
+    (expected_gradient,) = torch.autograd.grad(3 * expected, predicted)
+
+    loss, ranks = distillation_loss(predicted, labels, head, soft)
+    (gradient,) = torch.autograd.grad(3 * loss, predicted)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-5)
+    order = q.argsort(dim=-1, descending=True)
+    assert ranks.tolist() == [row.index(token) for row, token in zip(order.tolist(), p.argmax(dim=-1).tolist())]
+    assert 0 in ranks and ranks.max() > 2
+
+
+# The loss as a whole.
+
+
+def plain_loss(drafter, head, batch, offsets, glanced, passes):
+    """`draft_loss` without noise: sample by sample, block by block, each from a forward over its own whole past."""
+    k = drafter.config.block_size
+    sums, hits, counts = torch.zeros(2), torch.zeros(passes * k, 2), torch.zeros(passes * k)
+    positions, wrong = 0, []
+    for row, offset in enumerate(offsets):
+        length = int(batch.valid[row].sum())
+        truth, tokens = batch.features[row, :length], batch.token_ids[row, :length]
+        judged = [i for i in range(length - k - 1) if batch.response[row, i + k + 1]]
+        embeds = head.embed(torch.cat((tokens[1:], tokens.new_zeros(1))))
+        blocks = (torch.arange(length) + offset) // k
+        clean = drafter(truth[None], embeds[None], blocks[None])[0]
+        wrong.append(
+            sum(int(head.logits(clean[i]).argmax()) != int(head.logits(truth[i + k]).argmax()) for i in judged)
+        )
+
+        given, given_embeds = truth.clone(), embeds.clone()
+        for i in judged:
+            if glanced[row, i]:
+                given[i], given_embeds[i] = truth[i + k], embeds[i + k]
+        # What pass p reads at each position: true features, or what pass p - 1 predicted for it.
+        inputs = [given]
+        for number in range(1, passes + 1):
+            predicted = torch.zeros(length, HIDDEN)
+            for block in blocks.unique().tolist():
+                rows, row_embeds, row_blocks = [], [], []
+                for p in range(1, number + 1):
+                    behind = block - blocks
+                    here = behind >= number - 1 if p == 1 else behind == number - p
+                    rows.append(inputs[p - 1][here])
+                    row_embeds.append((given_embeds if p == 1 else embeds)[here])
+                    row_blocks.append(blocks[here])
+                if len(rows[-1]) == 0:
+                    continue
+                places = torch.cat([(blocks == b).nonzero()[:, 0] for b in torch.cat(row_blocks).unique()])
+                found = drafter(
+                    torch.cat(rows)[None], torch.cat(row_embeds)[None], torch.cat(row_blocks)[None], places[None]
+                )[0]
+                here = blocks == block
+                predicted[here] = found[-int(here.sum()) :]
+            for i in judged:
+                p, q = head.logits(truth[i + k]).softmax(-1), head.logits(predicted[i]).softmax(-1)
+                best = int(p.argmax())
+                error = (predicted[i] - truth[i + k]) / drafter.feature_std
+                sums[0] += F.smooth_l1_loss(error, torch.zeros_like(error)).detach()
+                kl = (p * (p / q).log()).sum()
+                sums[1] += (WEIGHTS.soft * kl - (1 - WEIGHTS.soft) * q[best].log()).detach()
+                depth = (number - 1) * k + (i + offset) % k
+                counts[depth] += 1
+                hits[depth] += torch.tensor([q.argmax() == best, (q > q[best]).sum() < 3])
+            positions += len(judged)
+            inputs.append(torch.cat((inputs[-1][:k], predicted[:-k])))
+    regression, divergence = (sums / positions).tolist()
+    loss = WEIGHTS.regression * regression + WEIGHTS.distillation * divergence
+    return loss, regression, divergence, hits, counts, wrong
+
+
+@pytest.mark.parametrize(
+    "block_size, lstm_layers, passes",
+    [(1, 0, 1), (2, 0, 1), (3, 0, 1), (1, 2, 1), (2, 1, 1), (3, 2, 1), (1, 0, 2), (2, 0, 2), (2, 0, 3), (3, 0, 2)],
+)
+@pytest.mark.parametrize("glancing", [False, True])
+def test_draft_loss(target, monkeypatch, block_size, lstm_layers, passes, glancing):
+    drafter = tiny_drafter(target, block_size=block_size, num_lstm_layers=lstm_layers)
+    head, batch, offsets = BorrowedHead(drafter, target), draft_batch(target), [0, 1 % block_size, block_size - 1]
+    shifted = torch.arange(batch.token_ids.shape[1])[None] + torch.tensor(offsets)[:, None]
+    monkeypatch.setattr(csgd, "random_blocks", lambda *_: (shifted // block_size, shifted % block_size))
+    glanced, distances = torch.zeros_like(batch.valid), []
+
+    def some(judged, distance, ratio, generator):
+        distances.append(distance.tolist())
+        glanced[:] = judged & (torch.rand(judged.shape, generator=seeded()) < 0.4)
+        return glanced
+
+    monkeypatch.setattr(csgd, "glance", some)
+    found = draft_loss(
+        drafter, head, batch, seeded(), WEIGHTS, noise=0.0, glancing_ratio=0.4 if glancing else 0.0, passes=passes
+    )
+    assert bool(glanced.any()) == (glancing and block_size > 1)
+    loss, regression, divergence, hits, counts, wrong = plain_loss(drafter, head, batch, offsets, glanced, passes)
+    values = [found.loss.item(), found.regression.item(), found.distillation.item()]
+    assert values == pytest.approx([loss, regression, divergence], rel=1e-4)
+    assert torch.equal(found.counts.float(), counts) and torch.equal(found.correct.float(), hits)
+    # Each token of a response is predicted once in a pass, and nothing else is.
+    assert int(counts.sum()) == passes * int(batch.response.sum())
+    if glancing and block_size > 1:
+        assert distances == [wrong]
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+def test_only_responses_are_learnt(target, block_size):
+    """The token at which a response begins counts, the last one of the prompt does not."""
+    drafter = tiny_drafter(target, block_size=block_size)
+    head, batch = BorrowedHead(drafter, target), draft_batch(target, lengths=[16], prompts=[9])
+
+    def loss(changed):
+        features = batch.features.clone()
+        features[0, changed] += 1
+        judged = shift_left(features, block_size)
+        # Seen as a label alone: the inputs are those of the unchanged batch.
+        return judged
+
+    reads = []
+
+    def distil(predicted, labels, head, soft):
+        reads.append(labels)
+        return distillation_loss(predicted, labels, head, soft)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(csgd, "distillation_loss", distil)
+        draft_loss(drafter, head, batch, seeded(), WEIGHTS, noise=0.0)
+    # Tokens 9 to 15 are the response; the feature before each of them is its label.
+    assert torch.equal(reads[0], batch.features[0, 8:15])
+
+
+@pytest.mark.parametrize("block_size, lstm_layers, passes", [(1, 0, 1), (2, 0, 1), (1, 2, 1), (2, 2, 1), (2, 0, 2)])
+def test_a_drafter_can_learn(target, block_size, lstm_layers, passes):
+    drafter = tiny_drafter(target, scale=0, block_size=block_size, num_lstm_layers=lstm_layers).train()
+    head, batch = BorrowedHead(drafter, target), draft_batch(target)
+    optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3, weight_decay=0.0)
+    losses = []
+    for step in range(150):
+        result = draft_loss(drafter, head, batch, seeded(step), DistillationWeights(), noise=0.02, passes=passes)
+        optimizer.zero_grad()
+        result.loss.backward()
+        optimizer.step()
+        losses.append(result.loss.item())
+    assert sum(losses[-5:]) < 0.25 * sum(losses[:5])
+    assert (result.correct[:, 0] / result.counts > 0.8).all()
+    assert all(parameter.grad is not None and parameter.grad.any() for parameter in drafter.parameters())
+
+
+def test_noise_is_drawn_from_the_generator(target):
+    drafter = tiny_drafter(target, num_lstm_layers=0)
+    head, batch = BorrowedHead(drafter, target), draft_batch(target)
+
+    def loss(seed, noise):
+        torch.manual_seed(torch.seed() % 1000)  # chance elsewhere plays no part
+        return draft_loss(drafter, head, batch, seeded(seed), WEIGHTS, noise, glancing_ratio=0.4).loss.item()
+
+    assert loss(0, 0.1) == loss(0, 0.1) != loss(0, 0.0)
+    assert loss(1, 0.1) != loss(0, 0.1)
+
+
+def test_unrolling_an_lstm_is_refused(target):
+    drafter = tiny_drafter(target, num_lstm_layers=1)
+    with pytest.raises(ValueError, match="`unroll_passes` is 2 and `num_lstm_layers` 1.*Set `unroll_passes=1`"):
+        draft_loss(drafter, BorrowedHead(drafter, target), draft_batch(target), seeded(), WEIGHTS, passes=2)
+
+
+# The data.
+
+
+def test_frequent_tokens():
+    samples = [torch.tensor([9, 9, 9, 5, 5, 7]), torch.tensor([9, 4, 4, 4, 5])]
+    data = TokenFile.from_samples(samples, [3, 1], [0.0, 0.0], 10)
+    # Of the responses alone: 5 three times, 4 three times, 7 once.
+    found, share = frequent_tokens(data, 10, 2)
+    assert found.tolist() == [4, 5] and share == pytest.approx(6 / 7)
+    assert frequent_tokens(data, 10, 10)[0].tolist() == list(range(10))
+
+
+def test_samples_and_batches():
+    data = TokenFile.from_samples([torch.arange(5), torch.arange(9), torch.arange(7)], [2, 3, 6], [0.0] * 3, 64)
+    samples = DraftSamples(data, [0, 1, 2], max_length=6)
+    # The last one's prompt alone fills it.
+    assert len(samples) == 2 and samples.lengths == [5, 6]
+    batch = collate([samples[0], samples[1]])
+    assert batch["token_ids"].tolist() == [[0, 1, 2, 3, 4, 0], [0, 1, 2, 3, 4, 5]]
+    assert batch["valid"].tolist() == [[True] * 5 + [False], [True] * 6]
+    assert batch["response"].tolist() == [[False] * 2 + [True] * 3 + [False], [False] * 3 + [True] * 3]
+    assert "features" not in batch
+    with pytest.raises(ValueError, match="response within `max_length` .2. tokens: raise it"):
+        DraftSamples(data, [0, 1, 2], max_length=2)
+
+
+@pytest.mark.parametrize("samples, batch_size", [(1, 4), (10, 3), (64, 4), (501, 4)])
+def test_sampler(samples, batch_size):
+    lengths = torch.randint(5, 500, (samples,), generator=seeded()).tolist()
+    sampler = LengthGroupedSampler(lengths, batch_size, seed=3)
+    first = list(sampler)
+    assert sorted(first) == list(range(samples)) and len(sampler) == samples
+    assert list(sampler) == list(LengthGroupedSampler(lengths, batch_size, seed=3)) == first
+    if samples < 64:
+        return
+    for other in (LengthGroupedSampler(lengths, batch_size, seed=4), LengthGroupedSampler(lengths, batch_size, 3)):
+        other.set_epoch(0 if other._seed == 4 else 1)
+        assert list(other) != first and sorted(other) == sorted(first)
+
+    def padding(order):
+        batches = [[lengths[i] for i in order[b : b + batch_size]] for b in range(0, samples, batch_size)]
+        return sum(len(batch) * max(batch) - sum(batch) for batch in batches)
+
+    assert padding(first) < 0.2 * padding(range(samples))
+
+
+def test_feature_statistics(target):
+    data = token_file()
+    mean, std = feature_statistics(target, data)
+    rows = torch.cat([target_features(target, *whole(data, i))[0] for i in range(len(data))])
+    torch.testing.assert_close(mean, rows.mean(0), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(std, rows.std(0), rtol=1e-4, atol=1e-5)
+
+
+def whole(data, index):
+    token_ids = data.sample(index)[0][None]
+    return token_ids, torch.ones_like(token_ids, dtype=torch.bool)
+
+
+def test_stored_features(target, tmp_path, monkeypatch):
+    monkeypatch.setattr(features, "_SHARD_TOKENS", 40)
+    data = token_file()
+    stored = StoredFeatures(tmp_path, target, data)
+    shards = sorted(tmp_path.glob("*.safetensors"))
+    assert len(shards) == 3
+    for index in range(len(data)):
+        expected = target_features(target, *whole(data, index))[0]
+        found = stored.sample(index)
+        assert found.dtype == torch.bfloat16 and found.shape == expected.shape
+        torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
+    samples = DraftSamples(data, [0, 1], 8, stored)
+    assert torch.equal(collate([samples[0], samples[1]])["features"][1], stored.sample(1)[:8])
+
+    # A missing shard is computed again, the others are not touched.
+    before = [shard.stat().st_mtime_ns for shard in shards]
+    again = shards[1].read_bytes()
+    shards[1].unlink()
+    StoredFeatures(tmp_path, target, data)
+    assert shards[1].read_bytes() == again
+    assert [shards[i].stat().st_mtime_ns for i in (0, 2)] == [before[0], before[2]]
+
+
+@pytest.mark.parametrize("other", ["target", "tokens"])
+def test_stored_features_of_something_else(target, tmp_path, other):
+    StoredFeatures(tmp_path, target, token_file())
+    if other == "target":
+        arguments = (tiny_target(seed=8), token_file())
+    else:
+        arguments = (target, token_file(seed=6))
+    with pytest.raises(ValueError, match=f"{re.escape(str(tmp_path))}` holds features of.*give another folder"):
+        StoredFeatures(tmp_path, *arguments)
+
+
+def test_no_room_for_features(target, tmp_path, monkeypatch):
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1000, 1000))
+    with pytest.raises(OSError, match=f"{re.escape(str(tmp_path))}` has .* GB free and the features need .* leave out"):
+        StoredFeatures(tmp_path, target, token_file())
+    assert not list(tmp_path.glob("*.safetensors"))
+
+
+# The trainer.
+
+
+class Interrupt(TrainerCallback):
+    """A user's Ctrl-C, right after a checkpoint was written."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def trainer(target, folder, callback=None, train_file=None, changes=None, **arguments):
+    data = train_file or token_file()
+    drafter = tiny_drafter(target, scale=0, num_lstm_layers=1, **(changes or {}))
+    defaults = {
+        "max_steps": 10,
+        "per_device_train_batch_size": 2,
+        "save_steps": 1,
+        "logging_steps": 1,
+        "learning_rate": 1e-2,
+        "warmup_steps": 2,
+        "lr_scheduler_type": "cosine",
+        "report_to": "none",
+        "use_cpu": True,
+        "disable_tqdm": True,
+    }
+    args = FalconTrainingArguments(output_dir=str(folder), **{**defaults, **arguments})
+    held_out = DraftSamples(data, [0, 1, 2], 64)
+    found = FalconTrainer(drafter, target, args, DraftSamples(data, list(range(len(data))), 64), held_out)
+    if callback is not None:
+        found.add_callback(callback)
+    return found
+
+
+def logged(run):
+    """What a run logs after its last start, without what depends on the clock."""
+    return [
+        {name: value for name, value in entry.items() if name != "tokens_per_second"}
+        for entry in run.state.log_history
+        if "loss" in entry
+    ]
+
+
+@pytest.fixture(scope="module")
+def unbroken(target, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken")
+    run = trainer(target, folder)
+    run.train()
+    return folder, run
+
+
+@pytest.mark.parametrize("stop", [3, 4, 6, 8])  # of 4 steps an epoch: within one, and between two
+def test_a_resumed_run_is_as_if_it_had_not_stopped(target, unbroken, tmp_path, stop):
+    first = trainer(target, tmp_path, Interrupt(stop))
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    second = trainer(target, tmp_path)
+    torch.manual_seed(99)
+    second.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{stop}"))
+    assert second.state.global_step == 10 and len(logged(second)) == 10
+    for found, expected in zip(logged(second), logged(unbroken[1])):
+        assert found == pytest.approx(expected, abs=1e-6)
+    for name, tensor in unbroken[1]._drafter.state_dict().items():
+        torch.testing.assert_close(second._drafter.state_dict()[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+def test_a_run_with_gradient_accumulation_resumes(target, tmp_path):
+    options = {"gradient_accumulation_steps": 3, "max_steps": 4}
+    whole_run = trainer(target, tmp_path / "whole", **options)
+    whole_run.train()
+    with pytest.raises(KeyboardInterrupt):
+        trainer(target, tmp_path, Interrupt(2), **options).train()
+    second = trainer(target, tmp_path, **options)
+    second.train(resume_from_checkpoint=True)
+    assert logged(second) == logged(whole_run)
+    for name, tensor in whole_run._drafter.state_dict().items():
+        torch.testing.assert_close(second._drafter.state_dict()[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+def test_what_a_run_logs(unbroken):
+    _, run = unbroken
+    losses = [entry["loss"] for entry in logged(run)]
+    assert len(losses) == 10 and sum(losses[-3:]) < 0.9 * sum(losses[:3])
+    weights = run.args
+    for entry in logged(run):
+        parts = weights.regression_weight * entry["regression"] + weights.distillation_weight * entry["distillation"]
+        assert entry["loss"] == pytest.approx(parts, abs=2e-4)
+        for depth in (1, 2):
+            assert 0 <= entry[f"top1_depth{depth}"] <= entry[f"top3_depth{depth}"] <= 1
+
+
+def test_glancing_falls_to_zero(target, tmp_path, monkeypatch):
+    ratios = []
+
+    def recorded(*args, glancing_ratio, **kwargs):
+        ratios.append(glancing_ratio)
+        return draft_loss(*args, glancing_ratio=glancing_ratio, **kwargs)
+
+    monkeypatch.setattr("hf_falcon.training.trainer.draft_loss", recorded)
+    run = trainer(target, tmp_path, max_steps=4, save_strategy="no", glancing_ratio=0.8)
+    run.train()
+    assert ratios == pytest.approx([0.8, 0.6, 0.4, 0.2])
+    run.evaluate()
+    assert ratios[4:] == [0.0]
+
+
+def test_a_checkpoint_is_a_drafter(unbroken, target):
+    folder, run = unbroken
+    checkpoint = folder / "checkpoint-10"
+    loaded = FalconDraftModel.from_pretrained(checkpoint)
+    for name, tensor in run._drafter.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor)
+    assert not {"training_args.bin", "pytorch_model.bin"} & set(os.listdir(checkpoint))
+    with safe_open(checkpoint / "model.safetensors", framework="pt") as file:
+        assert set(file.keys()) == set(loaded.state_dict())
+    prompt = random_tokens(1, 6)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    assert torch.equal(
+        target.generate(prompt, assistant_model=loaded, **options), target.generate(prompt, **options)
+    )
+
+
+def test_training_leaves_the_target_alone(target, unbroken):
+    for name, tensor in tiny_target().state_dict().items():
+        assert torch.equal(target.state_dict()[name], tensor)
+
+
+def test_the_time_limit_saves_and_stops(target, tmp_path):
+    run = trainer(target, tmp_path, max_minutes=0.0, save_steps=100)
+    run.train()
+    assert run.state.global_step == 1
+    assert os.listdir(tmp_path) == ["checkpoint-1"]
+
+
+def test_a_loss_that_is_no_number(target, tmp_path):
+    class Break(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if state.global_step == 2:
+                with torch.no_grad():
+                    run._drafter.norm.weight.fill_(float("nan"))
+
+    run = trainer(target, tmp_path, Break())
+    with pytest.raises(FloatingPointError, match="The loss is nan at step 2: lower `learning_rate` .0.01."):
+        run.train()
+
+
+def test_evaluation(target, tmp_path):
+    run = trainer(target, tmp_path, save_strategy="no")
+    first, second = run.evaluate(), run.evaluate()
+    clock = "eval_tokens_per_second"
+    assert {n: v for n, v in first.items() if n != clock} == {n: v for n, v in second.items() if n != clock}
+    assert {"eval_regression", "eval_distillation", "eval_top1_depth1", "eval_top3_depth2"} <= set(first)
+    run.train()
+    assert run.evaluate()["eval_regression"] < first["eval_regression"]
+
+
+@pytest.mark.parametrize("quiet", [True, False])
+def test_the_progress_bar_can_be_turned_off(target, tmp_path, capfd, quiet):
+    trainer(target, tmp_path, max_steps=2, save_strategy="no", disable_tqdm=quiet).train()
+    captured = capfd.readouterr()
+    assert ("d1=" in captured.err) == (not quiet) and ("regression" in captured.out) == quiet
+
+
+# The command.
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A target with its tokenizer, and a token file, in folders."""
+    folder = tmp_path_factory.mktemp("workplace")
+    words = {f"w{i}": i for i in range(VOCAB)}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="w0")), pad_token="w0")
+    tiny_target().save_pretrained(folder / "target")
+    tokenizer.save_pretrained(folder / "target")
+    token_file(samples=30).save(folder / "tokens.safetensors")
+    return folder
+
+
+def arguments(workplace, output, **changes):
+    given = {
+        "data": workplace / "tokens.safetensors",
+        "target": workplace / "target",
+        "target_dtype": "float32",
+        "output_dir": output,
+        "max_steps": 3,
+        "per_device_train_batch_size": 4,
+        "num_draft_layers": 1,
+        "report_to": "none",
+        "use_cpu": True,
+        **changes,
+    }
+    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+
+
+def test_train_command(workplace, tmp_path):
+    output = tmp_path / "new" / "drafter"
+    options = {"draft_vocab_size": 20, "features_dir": tmp_path / "features", "block_size": 3, "eval_samples": 2}
+    assert train.main(arguments(workplace, output, **options)) == 0
+    assert {"config.json", "model.safetensors", "trainer_state.json"} <= set(os.listdir(output))
+    assert "training_args.bin" not in os.listdir(output)
+    config = json.loads((output / "config.json").read_text())
+    assert (config["block_size"], config["num_lstm_layers"], config["num_hidden_layers"]) == (3, 2, 1)
+    assert config["target_model_type"] == "llama" and config["target_fingerprint"]
+
+    drafter = FalconDraftModel.from_pretrained(output)
+    data = TokenFile.load(workplace / "tokens.safetensors")
+    assert torch.equal(drafter.draft_vocab_ids, frequent_tokens(data, VOCAB, 20)[0])
+    mean, std = feature_statistics(tiny_target(), data)
+    torch.testing.assert_close(drafter.feature_mean, mean)
+    torch.testing.assert_close(drafter.feature_std, std)
+
+    # A drafter to start from.
+    assert train.main(arguments(workplace, tmp_path / "next", init_from=output, max_steps=1)) == 0
+    assert FalconDraftModel.from_pretrained(tmp_path / "next").config.block_size == 3
+
+
+def test_the_same_command_goes_on(workplace, tmp_path):
+    command = arguments(workplace, tmp_path, max_minutes=0)
+    for step in (1, 2, 3, 3):
+        assert train.main(command) == 0
+        state = json.loads((tmp_path / "trainer_state.json").read_text())
+        assert state["global_step"] == step
+    whole_run = tmp_path / "whole"
+    assert train.main(arguments(workplace, whole_run)) == 0
+    pieces, expected = (FalconDraftModel.from_pretrained(folder) for folder in (tmp_path, whole_run))
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(pieces.state_dict()[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"block_size": 0}, "`block_size` is 0"),
+        ({"draft_vocab_size": 65}, "`draft_vocab_size` is 65: set it between 1 and `vocab_size` (64)"),
+        ({"max_length": 4}, "`max_length` (4) tokens: raise it"),
+        ({"unroll_passes": 2}, "Set `unroll_passes=1` or `num_lstm_layers=0`"),
+        ({"data": "nowhere.safetensors"}, "There is no token file nowhere.safetensors"),
+        ({"target_dtype": "int8"}, "`dtype` is 'int8'; choose one of"),
+        ({"blocksize": 3}, "--blocksize"),
+    ],
+)
+def test_wrong_arguments(workplace, tmp_path, capsys, monkeypatch, changes, message):
+    monkeypatch.delenv("HF_FALCON_DEBUG", raising=False)
+    assert entry.main(["train", *arguments(workplace, tmp_path, **changes)]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith("hf-falcon train: error: ") and message in error

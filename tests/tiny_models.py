@@ -1,0 +1,145 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Tiny random targets of many architectures, tiny random drafters, and a tiny tokenizer: nothing is downloaded."""
+
+import functools
+import string
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from tokenizers import Regex, Tokenizer, decoders
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Split
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+from hf_falcon import FalconDraftConfig, FalconDraftModel
+
+VOCAB = 64
+WINDOW = 7
+# Large enough that a token depends on its whole context, and that greedy output does not repeat itself.
+_STD = 0.3
+_SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "initializer_range": _STD,
+    "tie_word_embeddings": False,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+_MIXED = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+
+
+def _build(prefix: str, model_suffix: str = "ForCausalLM", attention: str = "sdpa", seed: int = 0, **config: Any) -> PreTrainedModel:
+    config_class = getattr(transformers, f"{prefix.replace('ForCausalLM', '')}Config")
+    model_class = getattr(transformers, f"{prefix.replace('Text', '')}{model_suffix}")
+    torch.manual_seed(seed)
+    made = config_class(**{**_SIZES, **config})
+    made._attn_implementation = attention
+    return model_class(made).eval()
+
+
+_GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
+_OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": _STD}
+_LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24}
+_LONG |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]}
+
+TARGETS: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama": lambda: _build("Llama"),
+    "qwen2": lambda: _build("Qwen2"),
+    "qwen2-window": lambda: _build("Qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=0),
+    "qwen2-mixed": lambda: _build("Qwen2", use_sliding_window=True, sliding_window=WINDOW, **_MIXED),
+    "qwen3": lambda: _build("Qwen3", head_dim=8, initializer_range=0.2),
+    "qwen3-window": lambda: _build(
+        "Qwen3", head_dim=8, use_sliding_window=True, sliding_window=WINDOW + 1, max_window_layers=0
+    ),
+    "mistral": lambda: _build("Mistral", sliding_window=None),
+    "mistral-window": lambda: _build("Mistral", sliding_window=WINDOW),
+    "phi3": lambda: _build("Phi3", sliding_window=None),
+    "phi3-window": lambda: _build("Phi3", sliding_window=WINDOW + 1),
+    "gemma2": lambda: _build(
+        "Gemma2",
+        attention="eager",
+        head_dim=8,
+        query_pre_attn_scalar=8,
+        sliding_window=WINDOW + 1,
+        initializer_range=0.2,
+    ),
+    "gemma3": lambda: _build(
+        "Gemma3Text", head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW + 1, **_MIXED
+    ),
+    "gpt2": lambda: _build("GPT2", model_suffix="LMHeadModel", **_GPT2),
+    "olmo2": lambda: _build("Olmo2", seed=4, num_hidden_layers=3),
+    "granite": lambda: _build("Granite", logits_scaling=3.0, embedding_multiplier=2.0, residual_multiplier=0.7),
+    "cohere": lambda: _build("Cohere", logit_scale=0.25),
+    "cohere2": lambda: _build("Cohere2", logit_scale=0.25, sliding_window=WINDOW + 1, **_MIXED),
+    "opt": lambda: _build("OPT", **_OPT),
+}
+# Rotary frequencies that change once the context is longer than 24 tokens.
+ROPE_SCALED: dict[str, Callable[[], PreTrainedModel]] = {
+    "llama-dynamic": lambda: _build(
+        "Llama",
+        max_position_embeddings=24,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
+    ),
+    "phi3-longrope": lambda: _build(
+        "Phi3", sliding_window=None, original_max_position_embeddings=24, rope_parameters=_LONG
+    ),
+}
+# Targets whose trees cannot be verified: plain decoding runs.
+WITHOUT_TREES: dict[str, Callable[[], PreTrainedModel]] = {
+    "bloom": lambda: _build("Bloom", attention="eager", seed=4, n_layer=2, n_head=4, initializer_range=0.2),
+    "falcon-alibi": lambda: _build("Falcon", alibi=True, new_decoder_architecture=False, initializer_range=0.2),
+}
+# Targets that transformers itself refuses to assist.
+RECURRENT: dict[str, Callable[[], PreTrainedModel]] = {"mamba": lambda: _build("Mamba", attention="eager", state_size=4)}
+
+
+@functools.lru_cache(maxsize=None)
+def tiny_target(name: str) -> PreTrainedModel:
+    """The random target of that name, made once."""
+    return {**TARGETS, **ROPE_SCALED, **WITHOUT_TREES, **RECURRENT}[name]()
+
+
+@functools.lru_cache(maxsize=256)
+def _drafter(target: PreTrainedModel, block_size: int, num_lstm_layers: int) -> FalconDraftModel:
+    torch.manual_seed(1)
+    config = FalconDraftConfig.from_target(
+        target,
+        block_size=block_size,
+        num_lstm_layers=num_lstm_layers,
+        num_hidden_layers=1,
+        intermediate_size=48,
+        initializer_range=0.2,
+    )
+    return FalconDraftModel(config).eval()
+
+
+def tiny_drafter(
+    target: PreTrainedModel, block_size: int = 2, num_lstm_layers: int = 1, **options: Any
+) -> FalconDraftModel:
+    """A random drafter for `target`; `options` are set on its generation configuration, the others take defaults."""
+    drafter = _drafter(target, block_size, num_lstm_layers)
+    drafter.generation_config = transformers.GenerationConfig(**{"assistant_confidence_threshold": 0.0, **options})
+    return drafter
+
+
+def prompt(length: int, seed: int = 0) -> torch.Tensor:
+    """Random token ids of shape `(1, length)`, none of them the padding token."""
+    return torch.randint(1, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+@functools.lru_cache(maxsize=None)
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """One character is one token."""
+    characters = (string.ascii_letters + string.digits + ".,")[:VOCAB]
+    tokenizer = Tokenizer(WordLevel({c: i for i, c in enumerate(characters)}, unk_token=","))
+    tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token=",")
