@@ -92,9 +92,7 @@ def use_oracle(monkeypatch, truth: Tensor, accuracy: float = 1.0, scattered: boo
     @functools.wraps(OracleCandidateGenerator)
     def make(*args: Any) -> OracleCandidateGenerator:
         made.append(
-            OracleCandidateGenerator(
-                *args, truth=truth[0].tolist(), accuracy=accuracy, scattered=scattered, seed=seed
-            )
+            OracleCandidateGenerator(*args, truth=truth[0].tolist(), accuracy=accuracy, scattered=scattered, seed=seed)
         )
         return made[-1]
 

@@ -76,7 +76,7 @@ def fresh_target(name: str) -> PreTrainedModel:
     return ROPE_SCALED[name]() if name in ROPE_SCALED else tiny_target(name)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def plain(name: str, prompt_length: int, settings: tuple = (), seed: int = 0) -> torch.Tensor:
     torch.manual_seed(seed)
     # With a cache, transformers 5.17 loses the context where Phi3's frequencies change; without, it is right.

@@ -64,7 +64,9 @@ class Drafting:
 
     def commit(self, start, end):
         with torch.no_grad():
-            self.generator.commit(self.features[:, start:end], self.tokens[:, start + 1 : end + 1], self.first_position)
+            self.generator.commit(
+                self.features[:, start:end], self.tokens[:, start + 1 : end + 1], self.first_position
+            )
         return self.generator._block_features
 
     def propose(self, max_depth=100):

@@ -56,7 +56,9 @@ def draft(tree, candidates, max_depth: int) -> DraftTree:
         if found is None:
             return tree_round.finish(ROOT)
         assert found.token_ids.shape == (len(found.blocks), candidates.k)
-        branches = [branches[block] + tuple(row) for block, row in zip(found.blocks.tolist(), found.token_ids.tolist())]
+        branches = [
+            branches[block] + tuple(row) for block, row in zip(found.blocks.tolist(), found.token_ids.tolist())
+        ]
 
 
 def all_nodes(candidates, depth: int) -> dict[tuple[int, ...], float]:

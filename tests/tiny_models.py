@@ -36,7 +36,9 @@ _SIZES = {
 _MIXED = {"num_hidden_layers": 3, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 
-def _build(prefix: str, model_suffix: str = "ForCausalLM", attention: str = "sdpa", seed: int = 0, **config: Any) -> PreTrainedModel:
+def _build(
+    prefix: str, model_suffix: str = "ForCausalLM", attention: str = "sdpa", seed: int = 0, **config: Any
+) -> PreTrainedModel:
     config_class = getattr(transformers, f"{prefix.replace('ForCausalLM', '')}Config")
     model_class = getattr(transformers, f"{prefix.replace('Text', '')}{model_suffix}")
     torch.manual_seed(seed)
@@ -71,9 +73,7 @@ TARGETS: dict[str, Callable[[], PreTrainedModel]] = {
         sliding_window=WINDOW + 1,
         initializer_range=0.2,
     ),
-    "gemma3": lambda: _build(
-        "Gemma3Text", head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW + 1, **_MIXED
-    ),
+    "gemma3": lambda: _build("Gemma3Text", head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW + 1, **_MIXED),
     "gpt2": lambda: _build("GPT2", model_suffix="LMHeadModel", **_GPT2),
     "olmo2": lambda: _build("Olmo2", seed=4, num_hidden_layers=3),
     "granite": lambda: _build("Granite", logits_scaling=3.0, embedding_multiplier=2.0, residual_multiplier=0.7),
@@ -98,10 +98,12 @@ WITHOUT_TREES: dict[str, Callable[[], PreTrainedModel]] = {
     "falcon-alibi": lambda: _build("Falcon", alibi=True, new_decoder_architecture=False, initializer_range=0.2),
 }
 # Targets that transformers itself refuses to assist.
-RECURRENT: dict[str, Callable[[], PreTrainedModel]] = {"mamba": lambda: _build("Mamba", attention="eager", state_size=4)}
+RECURRENT: dict[str, Callable[[], PreTrainedModel]] = {
+    "mamba": lambda: _build("Mamba", attention="eager", state_size=4)
+}
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def tiny_target(name: str) -> PreTrainedModel:
     """The random target of that name, made once."""
     return {**TARGETS, **ROPE_SCALED, **WITHOUT_TREES, **RECURRENT}[name]()
@@ -135,7 +137,7 @@ def prompt(length: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(1, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed))
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One character is one token."""
     characters = (string.ascii_letters + string.digits + ".,")[:VOCAB]

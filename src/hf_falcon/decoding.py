@@ -68,6 +68,7 @@ def assisted_decoding(
     sequence = TokenSequence(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     run = TargetRun(target, input_ids, generation_config, model_kwargs)
     statistics = decode(run, generator, sequence)
+    cache = run.finish()
     if streamer is not None:
         streamer.end()
     if not generation_config.return_dict_in_generate:
@@ -76,7 +77,7 @@ def assisted_decoding(
         sequences=sequence.input_ids,
         scores=sequence.scores,
         logits=sequence.logits,
-        past_key_values=run.cache,
+        past_key_values=cache,
         draft_statistics=statistics.result(sequence.input_ids.shape[1] - sequence.prompt_length),
     )
 

@@ -254,6 +254,14 @@ class TargetRun:
                 states[..., first : first + kept, :] = states[..., first:, :].index_select(-2, path.to(states.device))
         self.cache.crop(kept - nodes)
 
+    def finish(self) -> Cache:
+        """The cache as plain decoding would leave it: a next turn may start from it, with or without a drafter."""
+        for layer in self.cache.layers:
+            if getattr(layer, "record_past", False):
+                # transformers has no call for it. Left on, 5.17 fails at the next forward without a crop.
+                layer.record_past = False
+        return self.cache
+
     def _adopt(self, cache: Cache) -> None:
         """Takes the cache that a forward returned: where rotary frequencies change, Phi3 returns another one."""
         self.cache = cache

@@ -61,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         return importlib.import_module(f"hf_falcon.commands.{name}").main(arguments)
     except KeyboardInterrupt:
         return 130
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, FloatingPointError) as error:
         if os.environ.get("HF_FALCON_DEBUG") == "1":
             raise
         print(f"hf-falcon {name}: error: {error}", file=sys.stderr)

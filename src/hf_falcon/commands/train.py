@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from transformers import GenerationConfig, HfArgumentParser, set_seed
+from transformers import HfArgumentParser, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..configuration_falcon_draft import FalconDraftConfig
@@ -75,6 +75,7 @@ def main(argv: list[str]) -> int:
     set_seed(args.seed)
     data = TokenFile.concatenate([TokenFile.load(path) for path in options.data])
     target, _ = load_target(options.target, options.target_dtype or "auto", str(args.device))
+    _check_vocabulary(data, target.config.get_text_config().vocab_size)
     drafter = _drafter(options, target, data)
     stored = None if options.features_dir is None else StoredFeatures(options.features_dir, target, data)
     held_out = min(options.eval_samples, len(data) // 10)
@@ -95,6 +96,15 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _check_vocabulary(data: TokenFile, vocab_size: int) -> None:
+    largest = int(data.tokens.int().max())
+    if largest >= vocab_size:
+        raise ValueError(
+            f"`data` has token {largest}, but the target's `vocab_size` is {vocab_size}: give token files that were "
+            "made with this target's tokenizer."
+        )
+
+
 def _drafter(options: DrafterArguments, target: torch.nn.Module, data: TokenFile) -> FalconDraftModel:
     if options.init_from is not None:
         return FalconDraftModel.from_pretrained(options.init_from, dtype=torch.float32)
@@ -113,5 +123,4 @@ def _drafter(options: DrafterArguments, target: torch.nn.Module, data: TokenFile
         token_ids, coverage = frequent_tokens(data, config.vocab_size, config.draft_vocab_size)
         drafter.draft_vocab_ids.copy_(token_ids)
         print(f"draft vocabulary: {len(token_ids):,} of {config.vocab_size:,} tokens, {100 * coverage:.2f} % of text")
-    drafter.generation_config = GenerationConfig.from_model_config(config)
     return drafter

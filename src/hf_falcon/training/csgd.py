@@ -186,13 +186,15 @@ def draft_loss(
     cache = TrainingCache(drafter.config.num_hidden_layers) if passes > 1 else None
     for index in range(1, passes + 1):
         predicted = _draft_pass(drafter, given, given_embeds, block_ids, batch.valid, index, cache)
-        # The next pass reads no glanced pair. Feature i was predicted at i - k; the first k positions have no prediction.
+        # The next pass glances at nothing. Feature i was predicted at i - k; the first k positions were not predicted.
         given = torch.cat((features[:, :block_size], predicted[:, : length - block_size]), dim=1)
         given_embeds = embeds
 
         chosen = predicted[judged]
         error = (chosen.float() - labels[judged].float()) / drafter.feature_std
-        regression.append(F.smooth_l1_loss(error, torch.zeros_like(error)))
+        # Not the mean, which is NaN where no position of a batch counts.
+        total = F.smooth_l1_loss(error, torch.zeros_like(error), reduction="sum")
+        regression.append(total / max(1, error.numel()))
         token_loss, ranks = distillation_loss(chosen, labels[judged], head, weights.soft)
         distillation.append(token_loss)
         for offset in range(block_size):

@@ -195,12 +195,11 @@ class FalconTrainer(Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         """See [`~transformers.Trainer.train`]. A finished run stays as it is: Trainer would add a step to it."""
-        if resume_from_checkpoint is True:
-            resume_from_checkpoint = get_last_checkpoint(self.args.output_dir)
-        if resume_from_checkpoint:
-            state = TrainerState.load_from_json(os.path.join(resume_from_checkpoint, TRAINER_STATE_NAME))
+        last = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+        if last:
+            state = TrainerState.load_from_json(os.path.join(last, TRAINER_STATE_NAME))
             if 0 < self.args.max_steps <= state.global_step:
-                self._load_from_checkpoint(resume_from_checkpoint)
+                self._load_from_checkpoint(last)
                 self.state = state
                 return TrainOutput(state.global_step, 0.0, {})
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
@@ -241,10 +240,14 @@ class FalconTrainer(Trainer):
             for inputs in self.get_eval_dataloader():
                 with self.compute_loss_context_manager():
                     self.compute_loss(self.model, self._prepare_inputs(inputs))
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in self._sums.take().items()}
+        parts = self._sums.take()
+        weights = self.args.regression_weight, self.args.distillation_weight
+        parts["loss"] = weights[0] * parts["regression"] + weights[1] * parts["distillation"]
+        metrics = {f"{metric_key_prefix}_{name}": value for name, value in parts.items()}
         self.model.train()
         self._sums = training_sums
         self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
