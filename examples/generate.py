@@ -35,8 +35,8 @@ def main() -> None:
     )
     statistics = output.draft_statistics
     print(
-        f"\n{statistics.new_tokens} tokens in {statistics.rounds} rounds: {statistics.tau:.2f} draft tokens accepted a "
-        f"round, {100 * statistics.alpha:.0f} % of the text drafted"
+        f"\n{statistics.new_tokens} tokens in {statistics.rounds} rounds: {statistics.tau:.2f} draft tokens accepted "
+        f"a round, {100 * statistics.alpha:.0f} % of the text drafted"
     )
 
 

@@ -18,7 +18,7 @@ def hook_on():
 
 @pytest.fixture
 def warnings_given(caplog):
-    """A function that tells what the decoding loop warned of so far in this test; nothing before it counts as given."""
+    """A function that tells what the decoding loop warned of so far in this test; nothing before it counts."""
     transformers_logging.warning_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="hf_falcon")
     return lambda: [r.getMessage() for r in caplog.records if r.name == "hf_falcon.decoding"]

@@ -500,14 +500,14 @@ def test_a_run_with_gradient_accumulation_resumes(target, tmp_path):
 
 def test_what_a_run_logs(unbroken):
     _, run = unbroken
-    losses = [entry["loss"] for entry in logged(run)]
+    losses = [row["loss"] for row in logged(run)]
     assert len(losses) == 10 and sum(losses[-3:]) < 0.9 * sum(losses[:3])
     weights = run.args
-    for entry in logged(run):
-        parts = weights.regression_weight * entry["regression"] + weights.distillation_weight * entry["distillation"]
-        assert entry["loss"] == pytest.approx(parts, abs=2e-4)
+    for row in logged(run):
+        parts = weights.regression_weight * row["regression"] + weights.distillation_weight * row["distillation"]
+        assert row["loss"] == pytest.approx(parts, abs=2e-4)
         for depth in (1, 2):
-            assert 0 <= entry[f"top1_depth{depth}"] <= entry[f"top3_depth{depth}"] <= 1
+            assert 0 <= row[f"top1_depth{depth}"] <= row[f"top3_depth{depth}"] <= 1
 
 
 def test_glancing_falls_to_zero(target, tmp_path, monkeypatch):

@@ -184,6 +184,8 @@ class FalconDraftModel(PreTrainedModel):
     is_falcon_drafter = True
 
     adjust_generation_fn = GenerationMixin.adjust_generation_fn
+    # transformers' own loop asks for it before it calls `generate`, which says what is wrong.
+    _supports_logits_to_keep = GenerationMixin._supports_logits_to_keep
 
     feature_mean: Tensor
     feature_std: Tensor

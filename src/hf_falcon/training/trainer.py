@@ -247,7 +247,8 @@ class FalconTrainer(Trainer):
         self.model.train()
         self._sums = training_sums
         self.log(metrics)
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        control: Any = getattr(self, "control")  # noqa: B009, transformers is not type-checked
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, control, metrics)
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
