@@ -456,9 +456,9 @@ def trainer(target, folder, callback=None, train_file=None, changes=None, **argu
 def logged(run):
     """What a run logs after its last start, without what depends on the clock."""
     return [
-        {name: value for name, value in entry.items() if name != "tokens_per_second"}
-        for entry in run.state.log_history
-        if "loss" in entry
+        {name: value for name, value in logs.items() if name != "tokens_per_second"}
+        for logs in run.state.log_history
+        if "loss" in logs
     ]
 
 
@@ -577,14 +577,14 @@ def test_evaluation_does_not_disturb_training(target, unbroken, tmp_path):
     run = trainer(target, tmp_path, save_strategy="no", eval_strategy="steps", eval_steps=2)
     run.train()
     assert logged(run) == logged(unbroken[1])
-    assert sum("eval_loss" in entry for entry in run.state.log_history) == 5
+    assert sum("eval_loss" in logs for logs in run.state.log_history) == 5
 
 
 def test_mixed_precision(target, unbroken, tmp_path):
     run = trainer(target, tmp_path, save_strategy="no", bf16=True)
     run.train()
     assert run._drafter.dtype == torch.float32
-    losses, expected = ([entry["loss"] for entry in logged(of)] for of in (run, unbroken[1]))
+    losses, expected = ([logs["loss"] for logs in logged(of)] for of in (run, unbroken[1]))
     assert losses == pytest.approx(expected, rel=0.1) and losses != expected
 
 

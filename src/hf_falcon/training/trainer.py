@@ -14,7 +14,15 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
-from transformers import PreTrainedModel, ProgressCallback, Trainer, TrainerCallback, TrainerState, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    ProgressCallback,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
@@ -164,6 +172,8 @@ class FalconTrainer(Trainer):
         train_dataset, eval_dataset ([`DraftSamples`]): what to learn from, and what to judge by.
     """
 
+    control: TrainerControl
+
     def __init__(
         self,
         drafter: FalconDraftModel,
@@ -247,8 +257,7 @@ class FalconTrainer(Trainer):
         self.model.train()
         self._sums = training_sums
         self.log(metrics)
-        control: Any = getattr(self, "control")  # noqa: B009, transformers is not type-checked
-        self.control = self.callback_handler.on_evaluate(self.args, self.state, control, metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
