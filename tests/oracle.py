@@ -47,7 +47,7 @@ class OracleCandidateGenerator(FalconCandidateGenerator):
         if not isinstance(tree, StaticTree):
             # Two nodes of equal probability at some depths: more would not fit into small budgets.
             return [self._random.choice((0, 0, 1)) for _ in range(tree.max_depth)]
-        ranks = [0] + torch.cat([plan.ranks for plan in tree._passes]).tolist()
+        ranks = [0] + torch.cat([level.ranks for level in tree.levels]).tolist()
         node, path = self._random.choice((tree.depths == tree.max_depth).nonzero()[:, 0].tolist()), []
         while node:
             path.append(ranks[node])
@@ -56,6 +56,8 @@ class OracleCandidateGenerator(FalconCandidateGenerator):
 
     def _candidates(self, features: Tensor) -> tuple[Tensor, Tensor]:
         log_probs, token_ids = super()._candidates(features)
+        if features.dim() == 2:  # one token of a block at a time
+            log_probs, token_ids = log_probs[:, None], token_ids[:, None]
         blocks, size, children = token_ids.shape
         newest = self._first_position + self._committed
         for offset in range(size):
@@ -74,7 +76,7 @@ class OracleCandidateGenerator(FalconCandidateGenerator):
                 if known:
                     chosen[rank] = true
                 token_ids[block, offset] = torch.tensor(chosen)
-        return log_probs, token_ids
+        return log_probs.view(*features.shape[:-1], children), token_ids.view(*features.shape[:-1], children)
 
 
 def use_oracle(monkeypatch, truth: Tensor, accuracy: float = 1.0, scattered: bool = False, seed: int = 0) -> list:

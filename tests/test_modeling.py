@@ -13,7 +13,6 @@ from transformers import AutoConfig, AutoModel
 
 from hf_falcon import DraftOptions, FalconCandidateGenerator, FalconDraftConfig, FalconDraftModel
 from hf_falcon import candidate_generator as candidate_generator_module
-from hf_falcon import tree as tree_module
 from hf_falcon.borrowed_head import BorrowedHead, was_trained_for
 from hf_falcon.decoding import logger as decoding_logger
 from hf_falcon.modeling_falcon_draft import block_ends, relaxed_causal_mask
@@ -39,7 +38,7 @@ class Drafting:
         self.first_position = first_position
         self.tokens = random_tokens(1, length + 1)
         self.features = target_features(target, self.tokens, torch.ones_like(self.tokens, dtype=torch.bool))
-        self.predictions, self.branches = [], []
+        self.predictions, self.drafted = [], []
         if monkeypatch is not None:
             self._record(monkeypatch)
 
@@ -49,18 +48,18 @@ class Drafting:
         def recorded_decode(fused, ends, positions, mask, cache=None):
             predicted = decode(fused, ends, positions, mask, cache)
             if cache is not None:
-                self.predictions.append(predicted.view(-1, self.size, HIDDEN) if self.branches else predicted)
+                self.predictions.append(predicted.view(-1, self.size, HIDDEN) if self.drafted else predicted)
             return predicted
 
         monkeypatch.setattr(self.drafter, "decode", recorded_decode)
-        for kind in (tree_module.DynamicRound, tree_module.StaticRound):
+        grow = self.generator._grow
 
-            def recorded_branches(tree_round, original=kind.branches):
-                found = original(tree_round)
-                self.branches += [] if found is None else [found]
-                return found
+        def recorded_grow(*args):
+            drafted = grow(*args)
+            self.drafted += [] if drafted is None else [drafted]
+            return drafted
 
-            monkeypatch.setattr(kind, "branches", recorded_branches)
+        monkeypatch.setattr(self.generator, "_grow", recorded_grow)
 
     def commit(self, start, end):
         with torch.no_grad():
@@ -83,15 +82,21 @@ class Drafting:
 
     def check_branches(self, known):
         """Every block of every later pass, against the training forward over the whole branch that leads to it."""
-        first = self.generator._block_features
-        predictions = [first, *self.predictions[-len(self.branches) :]]
-        for number, found in enumerate(self.branches, start=1):
-            for branch in range(found.blocks.shape[0]):
+        predictions = [self.generator._block_features, *self.predictions[-len(self.drafted) :]]
+        for number, drafted in enumerate(self.drafted, start=1):
+            for branch in range(drafted.blocks.shape[0]):
                 features, tokens, block = [], [], branch
                 for earlier in range(number, 0, -1):
-                    tokens.insert(0, self.branches[earlier - 1].token_ids[block])
-                    block = int(self.branches[earlier - 1].blocks[block])
-                    features.insert(0, predictions[earlier - 1][block])
+                    found = self.drafted[earlier - 1]
+                    tokens.insert(0, found.token_ids[block])
+                    features.insert(0, found.features[block])
+                    block = int(found.blocks[block])
+                    predicted = predictions[earlier - 1][block]
+                    before = self.drafted[earlier - 2].token_ids[block, -1] if earlier > 1 else self.tokens[0, known]
+                    previous = torch.cat((before[None], tokens[0][:-1]))
+                    with torch.no_grad():
+                        expected = self.drafter.condition(predicted, self.generator.head.embed(previous))
+                    close(features[0], expected)
                 expected = self.whole(
                     torch.cat((self.features[:, :known], torch.cat(features)[None]), dim=1),
                     torch.cat((self.tokens[:, 1 : known + 1], torch.cat(tokens)[None]), dim=1),
@@ -119,8 +124,27 @@ def test_forwards_agree(target, monkeypatch, block_size, lstm_layers, anchor):
     close(drafting.predictions[0], expected)
 
     drafting.propose()
-    assert [len(found.blocks) for found in drafting.branches] == [min(3**block_size, 4), 4]
+    assert [len(found.blocks) for found in drafting.drafted] == [min(3**block_size, 4), 4]
     drafting.check_branches(known)
+
+
+@pytest.mark.parametrize("block_size, lstm_layers", [(2, 0), (3, 2), (4, 1)])
+def test_conditioned_branches(target, monkeypatch, block_size, lstm_layers):
+    drafting = Drafting(target, monkeypatch, block_size=block_size, num_lstm_layers=lstm_layers, conditioning_size=24)
+    drafting.commit(0, 13)
+    drafting.propose()
+    assert len(drafting.drafted) == 2
+    drafting.check_branches(13)
+
+
+@pytest.mark.parametrize("conditioning_size", [0, 24])
+def test_siblings_share_their_children_only_without_conditioning(target, monkeypatch, conditioning_size):
+    drafting = Drafting(target, monkeypatch, block_size=2, conditioning_size=conditioning_size)
+    drafting.commit(0, 13)
+    drafting.propose()
+    tokens, features = drafting.drafted[0].token_ids[:, 0], drafting.drafted[0].features[:, 1]
+    sibling = int((tokens != tokens[0]).nonzero()[0])
+    assert torch.equal(features[0], features[sibling]) is (conditioning_size == 0)
 
 
 @pytest.mark.parametrize("heads, kv_heads, head_dim", [(4, 4, None), (4, 1, None), (3, 1, 10)])
@@ -140,7 +164,7 @@ def test_forwards_agree_in_other_shapes(target, monkeypatch, heads, kv_heads, he
     expected = drafting.whole(drafting.features[:, :9], drafting.tokens[:, 1:10])
     close(drafting.commit(0, 9), expected[:, -2:])
     drafting.propose()
-    assert drafting.branches
+    assert drafting.drafted
     drafting.check_branches(9)
 
 
@@ -230,13 +254,13 @@ def test_a_branch_is_seen_by_its_descendants_alone(target, monkeypatch, lstm_lay
     drafting = Drafting(target, monkeypatch, options=options, block_size=2, num_lstm_layers=lstm_layers)
     drafting.commit(0, 9)
     drafting.propose()
-    before, parents = drafting.predictions[1:], [found.blocks for found in drafting.branches]
+    before, parents = drafting.predictions[1:], [found.blocks for found in drafting.drafted]
     keys = [keys[:, :, :9].clone() for keys in drafting.generator._cache._keys]
     width = len(parents[0])
     assert width > 2 and len(parents[1]) > 1
 
     for changed in range(width):
-        drafting.branches.clear(), drafting.predictions.clear()
+        drafting.drafted.clear(), drafting.predictions.clear()
         fuse, calls = drafting.drafter.fuse, []
 
         def changed_fuse(*args, fuse=fuse, calls=calls, changed=changed):

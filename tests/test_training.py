@@ -173,7 +173,9 @@ def plain_loss(drafter, head, batch, offsets, glanced, passes):
         judged = [i for i in range(length - k - 1) if batch.response[row, i + k + 1]]
         embeds = head.embed(torch.cat((tokens[1:], tokens.new_zeros(1))))
         blocks = (torch.arange(length) + offset) // k
-        clean = drafter(truth[None], embeds[None], blocks[None])[0]
+        # What each prediction is conditioned on: the token before the one that is read from it.
+        previous = torch.cat((embeds[k - 1 :], embeds.new_zeros(k - 1, HIDDEN)))
+        clean = drafter.condition(drafter(truth[None], embeds[None], blocks[None])[0], previous)
         wrong.append(
             sum(int(head.logits(clean[i]).argmax()) != int(head.logits(truth[i + k]).argmax()) for i in judged)
         )
@@ -201,17 +203,17 @@ def plain_loss(drafter, head, batch, offsets, glanced, passes):
                     torch.cat(rows)[None], torch.cat(row_embeds)[None], torch.cat(row_blocks)[None], places[None]
                 )[0]
                 here = blocks == block
-                predicted[here] = found[-int(here.sum()) :]
+                predicted[here] = drafter.condition(found[-int(here.sum()) :], previous[here])
             for i in judged:
-                p, q = head.logits(truth[i + k]).softmax(-1), head.logits(predicted[i]).softmax(-1)
-                best = int(p.argmax())
+                log_p, log_q = (head.logits(feature).log_softmax(-1) for feature in (truth[i + k], predicted[i]))
+                best = int(log_p.argmax())
                 error = (predicted[i] - truth[i + k]) / drafter.feature_std
                 sums[0] += F.smooth_l1_loss(error, torch.zeros_like(error)).detach()
-                kl = (p * (p / q).log()).sum()
-                sums[1] += (WEIGHTS.soft * kl - (1 - WEIGHTS.soft) * q[best].log()).detach()
+                kl = (log_p.exp() * (log_p - log_q)).sum()
+                sums[1] += (WEIGHTS.soft * kl - (1 - WEIGHTS.soft) * log_q[best]).detach()
                 depth = (number - 1) * k + (i + offset) % k
                 counts[depth] += 1
-                hits[depth] += torch.tensor([q.argmax() == best, (q > q[best]).sum() < 3])
+                hits[depth] += torch.tensor([log_q.argmax() == best, (log_q > log_q[best]).sum() < 3])
             positions += len(judged)
             inputs.append(torch.cat((inputs[-1][:k], predicted[:-k])))
     regression, divergence = (sums / positions).tolist()
@@ -224,8 +226,9 @@ def plain_loss(drafter, head, batch, offsets, glanced, passes):
     [(1, 0, 1), (2, 0, 1), (3, 0, 1), (1, 2, 1), (2, 1, 1), (3, 2, 1), (1, 0, 2), (2, 0, 2), (2, 0, 3), (3, 0, 2)],
 )
 @pytest.mark.parametrize("glancing", [False, True])
-def test_draft_loss(target, monkeypatch, block_size, lstm_layers, passes, glancing):
-    drafter = tiny_drafter(target, block_size=block_size, num_lstm_layers=lstm_layers)
+@pytest.mark.parametrize("conditioning", [0, 24])
+def test_draft_loss(target, monkeypatch, block_size, lstm_layers, passes, glancing, conditioning):
+    drafter = tiny_drafter(target, block_size=block_size, num_lstm_layers=lstm_layers, conditioning_size=conditioning)
     head, batch, offsets = BorrowedHead(drafter, target), draft_batch(target), [0, 1 % block_size, block_size - 1]
     shifted = torch.arange(batch.token_ids.shape[1])[None] + torch.tensor(offsets)[:, None]
     monkeypatch.setattr(csgd, "random_blocks", lambda *_: (shifted // block_size, shifted % block_size))
@@ -276,9 +279,13 @@ def test_a_batch_without_anything_to_learn(target):
     assert found.loss.item() == 0 and not found.counts.any()
 
 
-@pytest.mark.parametrize("block_size, lstm_layers, passes", [(1, 0, 1), (2, 0, 1), (1, 2, 1), (2, 2, 1), (2, 0, 2)])
-def test_a_drafter_can_learn(target, block_size, lstm_layers, passes):
-    drafter = tiny_drafter(target, scale=0, block_size=block_size, num_lstm_layers=lstm_layers).train()
+@pytest.mark.parametrize(
+    "block_size, lstm_layers, conditioning, passes",
+    [(1, 0, 0, 1), (2, 0, 0, 1), (1, 2, 0, 1), (2, 2, 0, 1), (2, 0, 0, 2), (2, 0, 24, 1)],
+)
+def test_a_drafter_can_learn(target, block_size, lstm_layers, conditioning, passes):
+    sizes = {"block_size": block_size, "num_lstm_layers": lstm_layers, "conditioning_size": conditioning}
+    drafter = tiny_drafter(target, scale=0, **sizes).train()
     head, batch = BorrowedHead(drafter, target), draft_batch(target)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3, weight_decay=0.0)
     losses = []

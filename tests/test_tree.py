@@ -29,7 +29,10 @@ sizes = st.fixed_dictionaries(
 
 
 class Candidates:
-    """Stands in for a drafter: the candidates of a block follow from the tokens of the branch that leads to it."""
+    """
+    Stands in for a drafter of blocks of k tokens, all of whose candidates follow from the branch that leads to the
+    block; `k=1` stands for a conditional drafter, too, whose every token knows its branch.
+    """
 
     def __init__(self, k: int, children: int, scores: str = "distinct"):
         self.k, self.children, self.scores = k, children, scores
@@ -48,17 +51,17 @@ class Candidates:
 def draft(tree, candidates, max_depth: int) -> DraftTree:
     """A round as the candidate generator runs it."""
     tree_round = tree.start(max_depth)
-    branches = [()]
+    branches: list[tuple[int, ...]] = [()]
     while True:
-        values, tokens = zip(*map(candidates, branches))
-        tree_round.add(torch.stack(values), torch.stack(tokens))
+        depth = len(branches[0])
+        made = [candidates(branch[: depth // candidates.k * candidates.k]) for branch in branches]
+        values, tokens = (torch.stack([each[depth % candidates.k] for each in part]) for part in zip(*made))
+        tree_round.add(values, tokens)
         found = tree_round.branches()
         if found is None:
             return tree_round.finish(ROOT)
-        assert found.token_ids.shape == (len(found.blocks), candidates.k)
-        branches = [
-            branches[block] + tuple(row) for block, row in zip(found.blocks.tolist(), found.token_ids.tolist())
-        ]
+        assert found.token_ids.shape == found.rows.shape
+        branches = [(*branches[row], token) for row, token in zip(found.rows.tolist(), found.token_ids.tolist())]
 
 
 def all_nodes(candidates, depth: int) -> dict[tuple[int, ...], float]:
@@ -105,15 +108,15 @@ def check(tree: DraftTree, max_depth: int) -> None:
 def test_dynamic_tree(size):
     k, children, width = size["k"], size["children"], size["width"]
     candidates = Candidates(k, children, size["scores"])
-    tree = DynamicTree(size["nodes"], k, size["passes"], children, width)
+    tree = DynamicTree(size["nodes"], k * size["passes"], children, width)
     found = draft(tree, candidates, size["max_depth"])
     depth = min(size["max_depth"], k * size["passes"])
     check(found, depth)
-    # All that could be drafted: a pass extends at most `width` blocks.
-    blocks, available = 1, 0
-    for start in range(0, depth, k):
-        available += blocks * sum(children**d for d in range(1, min(k, depth - start) + 1))
-        blocks = min(width, blocks * children**k)
+    # All that could be drafted: a level continues at most `width` nodes.
+    rows, available = 1, 0
+    for _ in range(depth):
+        available += rows * children
+        rows = min(width, rows * children)
     assert len(found) - 1 == min(size["nodes"], available)
 
 
@@ -121,26 +124,29 @@ def test_dynamic_tree(size):
 @given(sizes.map(lambda size: size | {"children": min(size["children"], 3)}))
 def test_dynamic_tree_is_the_most_probable(size):
     k, children = size["k"], size["children"]
-    # More than one pass is the best of all only where every path is extended.
     passes = 1 if children**k > 30 else min(size["passes"], 2)
     depth = min(size["max_depth"], k * passes)
     candidates = Candidates(k, children, size["scores"])
-    found = draft(DynamicTree(size["nodes"], k, passes, children, width=1000), candidates, depth)
+    found = draft(DynamicTree(size["nodes"], k * passes, children, width=1000), candidates, depth)
     scores = all_nodes(candidates, depth)
     best = sorted(scores.values(), reverse=True)[: size["nodes"]]
     # Where scores tie, which of the nodes is kept is open, their probability is not.
     assert sorted((scores[path] for path in paths(found)[1:]), reverse=True) == best
 
 
-def test_a_pass_extends_the_most_probable_paths():
+def test_a_level_continues_the_most_probable_paths():
     candidates = Candidates(2, 3)
-    tree_round = DynamicTree(20, 2, 3, 3, width=4).start(6)
+    tree_round = DynamicTree(20, 6, 3, width=4).start(6)
     values, tokens = candidates(())
-    tree_round.add(values[None], tokens[None])
+    tree_round.add(values[:1], tokens[:1])
+    first = tree_round.branches()
+    assert first.rows.tolist() == [0, 0, 0] and first.log_probs.tolist() == values[0].tolist()
+    tree_round.add(values[1:].expand(3, 3), tokens[1:].expand(3, 3))
     scores = {path: score for path, score in all_nodes(candidates, 2).items() if len(path) == 2}
     found = tree_round.branches()
     assert found.log_probs.tolist() == sorted(scores.values(), reverse=True)[:4]
-    assert [scores[tuple(path)] for path in found.token_ids.tolist()] == found.log_probs.tolist()
+    paths_found = zip(first.token_ids[found.rows].tolist(), found.token_ids.tolist())
+    assert [scores[path] for path in paths_found] == found.log_probs.tolist()
 
 
 @EXAMPLES
@@ -179,8 +185,8 @@ def test_static_tree_of_ones_own(listed, k, max_depth):
 
 
 def check_static(listed, k, max_depth, scores):
-    tree = StaticTree(listed, k)
-    assert tree.max_depth == max(map(len, listed)) and tree.num_passes == math.ceil(tree.max_depth / k)
+    tree = StaticTree(listed)
+    assert tree.max_depth == max(map(len, listed))
     assert tree.max_children == 1 + max(rank for path in listed for rank in path)
     candidates = Candidates(k, tree.max_children, scores)
     found = draft(tree, candidates, max_depth)
@@ -197,7 +203,7 @@ def check_static(listed, k, max_depth, scores):
 
 
 def test_a_shallower_static_tree_is_a_slice():
-    tree, candidates = StaticTree(static_paths(20, 6, 3), 2), Candidates(2, 3)
+    tree, candidates = StaticTree(static_paths(20, 6, 3)), Candidates(2, 3)
     whole = draft(tree, candidates, 6)
     for depth in range(1, 7):
         part = draft(tree, candidates, depth)
@@ -233,7 +239,7 @@ def test_refused_paths(listed, message):
     with pytest.raises(ValueError, match=message):
         validate_paths(listed)
     with pytest.raises(ValueError, match=message):
-        StaticTree(listed, 2)
+        StaticTree(listed)
 
 
 def test_paths_are_sorted_by_depth():

@@ -110,13 +110,16 @@ def tiny_target(name: str) -> PreTrainedModel:
 
 
 @functools.lru_cache(maxsize=256)
-def _drafter(target: PreTrainedModel, block_size: int, num_lstm_layers: int) -> FalconDraftModel:
+def _drafter(
+    target: PreTrainedModel, block_size: int, num_lstm_layers: int, conditioning_size: int
+) -> FalconDraftModel:
     torch.manual_seed(1)
     config = FalconDraftConfig.from_target(
         target,
         block_size=block_size,
         num_lstm_layers=num_lstm_layers,
         num_hidden_layers=1,
+        conditioning_size=conditioning_size,
         intermediate_size=48,
         initializer_range=0.2,
     )
@@ -124,10 +127,14 @@ def _drafter(target: PreTrainedModel, block_size: int, num_lstm_layers: int) -> 
 
 
 def tiny_drafter(
-    target: PreTrainedModel, block_size: int = 2, num_lstm_layers: int = 1, **options: Any
+    target: PreTrainedModel,
+    block_size: int = 2,
+    num_lstm_layers: int = 1,
+    conditioning_size: int = 0,
+    **options: Any,
 ) -> FalconDraftModel:
     """A random drafter for `target`; `options` are set on its generation configuration, the others take defaults."""
-    drafter = _drafter(target, block_size, num_lstm_layers)
+    drafter = _drafter(target, block_size, num_lstm_layers, conditioning_size)
     drafter.generation_config = transformers.GenerationConfig(**{"assistant_confidence_threshold": 0.0, **options})
     return drafter
 

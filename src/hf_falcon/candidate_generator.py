@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +17,21 @@ from .draft_cache import DraftCache
 from .draft_options import DraftOptions
 from .modeling_falcon_draft import FalconDraftModel, LSTMState, additive_mask
 from .target import FeatureTap
-from .tree import Branches, DraftTree, DynamicTree, StaticTree, single_node, static_paths
+from .tree import Branches, DraftTree, DynamicRound, DynamicTree, StaticRound, StaticTree, single_node, static_paths
 
 # Rows of one drafter forward over a prompt. Masks are rows * context, so a prompt costs no quadratic memory.
 _PREFILL_ROWS = 512
+
+
+class _DraftedBlocks(NamedTuple):
+    """
+    The blocks that a pass continues: the block of the pass before that each runs through (`(width,)`), its tokens
+    there (`(width, block_size)`) and the features that led to them (`(width, block_size, hidden_size)`).
+    """
+
+    blocks: Tensor
+    token_ids: Tensor
+    features: Tensor
 
 
 class FalconCandidateGenerator(CandidateGenerator):
@@ -110,22 +122,21 @@ class FalconCandidateGenerator(CandidateGenerator):
             return single_node(root)
         size, base = self._block_size, self._committed
         tree_round = self._tree.start(max_depth)
-        features, states = self._block_features, self._lstm_state
-        tree_round.add(*self._candidates(features))
+        predicted, states = self._block_features, self._lstm_state
         # Which drafted blocks each block of the last pass sees: those of its ancestors, in drafting order.
         lineage = torch.zeros(1, 0, dtype=torch.bool, device=self._device)
         self._cache.length = base
-        passes = 1
-        while (branches := tree_round.branches()) is not None and self._pays(branches):
+        newest, depth = root.to(self._device), 0
+        while (drafted := self._grow(tree_round, predicted, newest)) is not None:
             if states is not None:
-                states = (states[0][:, branches.blocks], states[1][:, branches.blocks])
-            fused, states = self.drafter.fuse(features[branches.blocks], self.head.embed(branches.token_ids), states)
-            width = branches.blocks.shape[0]
+                states = (states[0][:, drafted.blocks], states[1][:, drafted.blocks])
+            fused, states = self.drafter.fuse(drafted.features, self.head.embed(drafted.token_ids), states)
+            width = drafted.blocks.shape[0]
             itself = torch.eye(width, dtype=torch.bool, device=self._device)
-            lineage = torch.cat((lineage[branches.blocks], itself), dim=1)
+            lineage = torch.cat((lineage[drafted.blocks], itself), dim=1)
             inside = lineage.repeat_interleave(size, 0).repeat_interleave(size, 1)
             before = torch.ones(width * size, base, dtype=torch.bool, device=self._device)
-            positions = self._first_position + base + (passes - 1) * size + torch.arange(size, device=self._device)
+            positions = self._first_position + base + depth + torch.arange(size, device=self._device)
             ends = torch.arange(width * size, device=self._device) // size * size + size - 1
             predicted = self.drafter.decode(
                 fused.reshape(1, width * size, -1),
@@ -133,11 +144,9 @@ class FalconCandidateGenerator(CandidateGenerator):
                 positions.repeat(width)[None],
                 additive_mask(torch.cat((before, inside), dim=1), fused.dtype)[None, None],
                 self._cache,
-            )
+            ).view(width, size, -1)
             self._cache.advance(width * size)
-            features = predicted.view(width, size, -1)
-            tree_round.add(*self._candidates(features))
-            passes += 1
+            newest, depth = drafted.token_ids[:, -1], depth + size
         return tree_round.finish(root)
 
     def get_candidates(self, input_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
@@ -167,14 +176,14 @@ class FalconCandidateGenerator(CandidateGenerator):
         """The stock protocol; nothing is adapted."""
 
     def _build_tree(self) -> StaticTree | DynamicTree:
-        options, size = self.options, self._block_size
-        nodes, passes = options.num_assistant_tokens, options.num_draft_passes
+        options = self.options
+        nodes, depth = options.num_assistant_tokens, options.num_draft_passes * self._block_size
         children = min(options.draft_top_k, nodes, self.head.draft_vocab_size)
         if options.draft_tree == "dynamic":
-            return DynamicTree(nodes, size, passes, children, options.draft_width, self._device)
+            return DynamicTree(nodes, depth, children, options.draft_width)
         if isinstance(options.draft_tree, str):
-            return StaticTree(static_paths(nodes, passes * size, children), size, self._device)
-        tree = StaticTree(options.draft_tree, size, self._device)
+            return StaticTree(static_paths(nodes, depth, children), self._device)
+        tree = StaticTree(options.draft_tree, self._device)
         if tree.max_children > self.head.draft_vocab_size:
             raise ValueError(
                 f"`draft_tree` has child rank {tree.max_children - 1}, but the drafter knows "
@@ -200,8 +209,41 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._cache.advance(count)
         return predicted
 
+    def _grow(
+        self, tree_round: StaticRound | DynamicRound, predicted: Tensor, newest: Tensor
+    ) -> _DraftedBlocks | None:
+        """
+        Grows the tree by the levels of one pass.
+
+        Args:
+            predicted (`torch.Tensor` of shape `(blocks, block_size, hidden_size)`): what the pass predicted.
+            newest (`torch.LongTensor` of shape `(blocks,)`): the token before the first one of each block.
+
+        Returns:
+            The blocks that the next pass continues, or `None` where there is to be no next pass.
+        """
+        conditional = self.drafter.conditioning is not None
+        marginals = None if conditional else self._candidates(predicted)
+        blocks = torch.arange(predicted.shape[0], device=self._device)
+        tokens, features = newest[:, None], predicted[:, :0]
+        for offset in range(self._block_size):
+            here = predicted[blocks, offset]
+            if marginals is None:
+                here = self.drafter.condition(here, self.head.embed(tokens[:, -1]))
+                log_probs, token_ids = self._candidates(here)
+            else:
+                log_probs, token_ids = (each[blocks, offset] for each in marginals)
+            tree_round.add(log_probs, token_ids)
+            branches = tree_round.branches()
+            if branches is None:
+                return None
+            blocks = blocks[branches.rows]
+            tokens = torch.cat((tokens[branches.rows], branches.token_ids[:, None]), dim=1)
+            features = torch.cat((features, here[:, None]), dim=1)[branches.rows]
+        return _DraftedBlocks(blocks, tokens[:, 1:], features) if self._pays(branches) else None
+
     def _candidates(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        """Most probable tokens of each offset of each block, `(blocks, block_size, max_children)`, best first."""
+        """Most probable tokens for features of shape `(..., hidden_size)`: `(..., max_children)`, best first."""
         log_probs = self.head.logits(features).float().log_softmax(dim=-1)
         # A drafter that overflows must not break the order that the tree is cut by.
         best = log_probs.nan_to_num(nan=-torch.inf).topk(self._tree.max_children, dim=-1)

@@ -44,6 +44,9 @@ class FalconDraftConfig(PreTrainedConfig):
         block_anchor (`bool`, *optional*, defaults to `True`):
             Add a projection of the block's last fused input, the newest (feature, token) pair, to every position of
             the block. Without it attention must learn to look there. Has no weights at `block_size=1`.
+        conditioning_size (`int`, *optional*, defaults to 0):
+            Width of the MLP that lets each token of a block depend on the one before it in its branch. With 0,
+            siblings share their children's distribution, as in the paper. Has no weights at `block_size=1`.
         draft_vocab_size (`int`, *optional*):
             Score only this many of the target's tokens when drafting; their ids are stored in the checkpoint
             (FR-Spec, EAGLE-3). `None` scores them all.
@@ -83,6 +86,7 @@ class FalconDraftConfig(PreTrainedConfig):
         num_lstm_layers: int = 2,
         num_hidden_layers: int = 2,
         block_anchor: bool = True,
+        conditioning_size: int = 0,
         draft_vocab_size: int | None = None,
         hidden_act: str = "silu",
         rms_norm_eps: float = 1e-5,
@@ -105,6 +109,7 @@ class FalconDraftConfig(PreTrainedConfig):
         self.num_lstm_layers = num_lstm_layers
         self.num_hidden_layers = num_hidden_layers
         self.block_anchor = block_anchor
+        self.conditioning_size = conditioning_size
         self.draft_vocab_size = draft_vocab_size
         self.hidden_act = hidden_act
         self.rms_norm_eps = rms_norm_eps
@@ -132,6 +137,7 @@ class FalconDraftConfig(PreTrainedConfig):
             "block_size": 1,
             "num_lstm_layers": 0,
             "num_hidden_layers": 1,
+            "conditioning_size": 0,
             "max_position_embeddings": 1,
         }
         for field, minimum in smallest.items():

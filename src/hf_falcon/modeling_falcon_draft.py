@@ -165,6 +165,26 @@ class FalconFusion(nn.Module):
         return self.output_norm(hidden), state
 
 
+class FalconConditioning(nn.Module):
+    """
+    Corrects the prediction that a token is read from by the token before it: a gated MLP on both, added to the
+    prediction. The tokens of a block are then drafted one after another, each knowing its branch, at the price of the
+    LM head alone (TreeFlash; the place of DSpark's Markov head).
+    """
+
+    def __init__(self, config: FalconDraftConfig):
+        super().__init__()
+        self.embedding_norm = FalconRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.gate_proj = nn.Linear(2 * config.hidden_size, config.conditioning_size, bias=False)
+        self.up_proj = nn.Linear(2 * config.hidden_size, config.conditioning_size, bias=False)
+        self.down_proj = nn.Linear(config.conditioning_size, config.hidden_size, bias=False)
+        self.activation = ACT2FN[config.hidden_act]
+
+    def forward(self, normalised: Tensor, embeds: Tensor) -> Tensor:
+        pairs = torch.cat((normalised, self.embedding_norm(embeds)), dim=-1)
+        return normalised + self.down_proj(self.activation(self.gate_proj(pairs)) * self.up_proj(pairs))
+
+
 class FalconDraftModel(PreTrainedModel):
     """
     The Falcon drafter (arXiv 2412.12639, section 3).
@@ -199,6 +219,9 @@ class FalconDraftModel(PreTrainedModel):
             self.anchor = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
         self.layers = nn.ModuleList(FalconDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = FalconRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.conditioning = None
+        if config.conditioning_size > 0 and config.block_size > 1:
+            self.conditioning = FalconConditioning(config)
         self.register_buffer("feature_mean", torch.zeros(config.hidden_size))
         self.register_buffer("feature_std", torch.ones(config.hidden_size))
         if config.draft_vocab_size is not None:
@@ -302,9 +325,7 @@ class FalconDraftModel(PreTrainedModel):
         Returns:
             The fused inputs, of the same shape, and the state after the last position (`None` without an LSTM).
         """
-        dtype = self.norm.weight.dtype
-        normalised = (features.to(dtype) - self.feature_mean) / self.feature_std
-        return self.fusion(normalised, inputs_embeds.to(dtype), state)
+        return self.fusion(self._normalise(features), inputs_embeds.to(self.norm.weight.dtype), state)
 
     def decode(
         self,
@@ -335,3 +356,22 @@ class FalconDraftModel(PreTrainedModel):
         for layer in self.layers:
             hidden = layer(hidden, cos, sin, mask, cache)
         return self.norm(hidden) * self.feature_std + self.feature_mean
+
+    def condition(self, predicted: Tensor, previous_embeds: Tensor) -> Tensor:
+        """
+        Lets each predicted feature know the token before the one that is read from it.
+
+        Args:
+            predicted (`torch.Tensor` of shape `(..., hidden_size)`): predictions of `f_{i+k}`.
+            previous_embeds (`torch.Tensor` of the same shape): embeddings of the tokens `t_{i+k}`.
+
+        Returns:
+            `torch.Tensor` of the same shape: `predicted` itself without `config.conditioning_size`.
+        """
+        if self.conditioning is None:
+            return predicted
+        corrected = self.conditioning(self._normalise(predicted), previous_embeds.to(self.norm.weight.dtype))
+        return corrected * self.feature_std + self.feature_mean
+
+    def _normalise(self, features: Tensor) -> Tensor:
+        return (features.to(self.norm.weight.dtype) - self.feature_mean) / self.feature_std

@@ -28,7 +28,7 @@ class DrafterArguments:
         data (`list[str]`): token files of `hf-falcon prepare`.
         target (`str`, *optional*): name or folder of the target; the demo's target if left out.
         init_from (`str`, *optional*): a drafter to start from instead of new weights.
-        block_size, num_lstm_layers, num_draft_layers, draft_vocab_size: see [`FalconDraftConfig`].
+        block_size, num_lstm_layers, num_draft_layers, conditioning_size, draft_vocab_size: see [`FalconDraftConfig`].
 
     > Parameters that control the data
 
@@ -46,6 +46,9 @@ class DrafterArguments:
     block_size: int = field(default=2, metadata={"help": "Tokens proposed by one draft pass (k)."})
     num_lstm_layers: int = field(default=2, metadata={"help": "LSTM layers; 0 is one linear layer."})
     num_draft_layers: int = field(default=2, metadata={"help": "Decoder layers of the drafter."})
+    conditioning_size: int = field(
+        default=0, metadata={"help": "Width of the MLP that couples the tokens of a block; 0 for none."}
+    )
     draft_vocab_size: int | None = field(default=None, metadata={"help": "Tokens that the drafter scores."})
     max_length: int = field(default=512, metadata={"help": "Longer samples are cut."})
     eval_samples: int = field(default=64, metadata={"help": "Samples held out."})
@@ -113,6 +116,7 @@ def _drafter(options: DrafterArguments, target: torch.nn.Module, data: TokenFile
         block_size=options.block_size,
         num_lstm_layers=options.num_lstm_layers,
         num_hidden_layers=options.num_draft_layers,
+        conditioning_size=options.conditioning_size,
         draft_vocab_size=options.draft_vocab_size,
     )
     drafter = FalconDraftModel(config)

@@ -171,11 +171,14 @@ def draft_loss(
     labels = shift_left(batch.features, block_size)
     judged = shift_left(batch.response & batch.valid, block_size + 1)
     place = place_in_block[judged]
+    # Token t_{i+k}, before the one that is read from the prediction at i. In a block that is a token of the same
+    # block: the true one here, that of the branch in decoding.
+    previous = shift_left(embeds, block_size - 1)
 
     given, given_embeds = features, embeds
     if glancing_ratio > 0 and block_size > 1:
         with torch.no_grad():
-            guess = _draft_pass(drafter, features, embeds, block_ids, batch.valid)[judged]
+            guess = drafter.condition(_draft_pass(drafter, features, embeds, block_ids, batch.valid), previous)[judged]
             wrong = torch.zeros_like(judged)
             wrong[judged] = distillation_loss(guess, labels[judged], head, weights.soft)[1] > 0
             glanced = glance(judged, wrong.sum(dim=1), glancing_ratio, generator)
@@ -186,6 +189,7 @@ def draft_loss(
     cache = TrainingCache(drafter.config.num_hidden_layers) if passes > 1 else None
     for index in range(1, passes + 1):
         predicted = _draft_pass(drafter, given, given_embeds, block_ids, batch.valid, index, cache)
+        predicted = drafter.condition(predicted, previous)
         # The next pass glances at nothing. Feature i was predicted at i - k; the first k positions were not predicted.
         given = torch.cat((features[:, :block_size], predicted[:, : length - block_size]), dim=1)
         given_embeds = embeds
