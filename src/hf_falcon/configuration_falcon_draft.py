@@ -43,7 +43,8 @@ class FalconDraftConfig(PreTrainedConfig):
             Decoder layers under the relaxed causal mask.
         block_anchor (`bool`, *optional*, defaults to `True`):
             Add a projection of the block's last fused input, the newest (feature, token) pair, to every position of
-            the block. Without it attention must learn to look there. Has no weights at `block_size=1`.
+            the block, one for each place in it. Without it attention must learn to look there, and positions do not
+            know how far ahead they predict. Has no weights at `block_size=1`.
         conditioning_size (`int`, *optional*, defaults to 0):
             Width of the MLP that lets each token of a block depend on the one before it in its branch. With 0,
             siblings share their children's distribution, as in the paper. Has no weights at `block_size=1`.

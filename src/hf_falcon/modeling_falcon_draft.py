@@ -216,7 +216,7 @@ class FalconDraftModel(PreTrainedModel):
         self.fusion = FalconFusion(config)
         self.anchor = None
         if config.block_anchor and config.block_size > 1:
-            self.anchor = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+            self.anchor = nn.Linear(config.hidden_size, config.block_size * config.hidden_size, bias=False)
         self.layers = nn.ModuleList(FalconDecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = FalconRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.conditioning = None
@@ -350,7 +350,10 @@ class FalconDraftModel(PreTrainedModel):
         """
         hidden = fused
         if self.anchor is not None:
-            hidden = hidden + self.anchor(fused).gather(1, ends[..., None].expand_as(fused))
+            # A projection of its own for each place in a block: it also tells a position how far it looks ahead.
+            to_end = ends - torch.arange(fused.shape[1], device=fused.device)
+            batch = torch.arange(ends.shape[0], device=fused.device)[:, None]
+            hidden = hidden + self.anchor(fused).unflatten(-1, (self.config.block_size, -1))[batch, ends, to_end]
         cos, sin = _rotary(position_ids, self.config.head_dim, self.config.rope_theta)
         cos, sin = cos[:, None].to(hidden.dtype), sin[:, None].to(hidden.dtype)
         for layer in self.layers:
