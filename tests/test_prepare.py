@@ -13,9 +13,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_falcon.commands import prepare as command
+from hf_falcon.commands.models import encode
 from hf_falcon.training import prepare as prepare_module
 from hf_falcon.training import token_file as token_file_module
 from hf_falcon.training.dialogues import find_data, read_dialogues
@@ -435,11 +437,19 @@ def test_wrong_arguments(arguments, target, options, complaint):
         prepare(arguments(**options), *target)
 
 
-def test_tokenizer_without_template(arguments, target, unbroken, tmp_path):
+def test_tokenizer_without_template(arguments, target, unbroken, tmp_path, caplog):
     model, tokenizer = target[0], make_target()[1]
     tokenizer.chat_template = None
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 0)])
     with pytest.raises(ValueError, match="no chat template"):
-        prepare(arguments(), model, tokenizer)
+        prepare(arguments(responses="data"), model, tokenizer)
+    # What a base model reads: the text, with the special tokens that its tokenizer adds. So do the other commands.
+    file = prepare(arguments(output=str(tmp_path / "plain")), model, tokenizer)
+    assert "no chat template" in caplog.text
+    for index, messages in enumerate(dialogues()):
+        token_ids, prompt_length = file.sample(index)
+        prompt = encode(tokenizer, messages[0]["content"], torch.device("cpu"))["input_ids"][0].tolist()
+        assert token_ids[:prompt_length].tolist() == prompt and prompt[0] == 0
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     prepare(arguments(chat_template=str(tmp_path / "template.jinja")), model, tokenizer)
     assert Path(arguments().output).read_bytes() == unbroken

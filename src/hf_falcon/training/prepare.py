@@ -49,7 +49,7 @@ class PrepareArguments:
             Device to run it on. Defaults to the first GPU, else the CPU.
         chat_template (`str`, *optional*):
             Jinja file with a chat template, for a tokenizer that has none. The drafter must then be used with the same
-            template.
+            template. Without either, as for a base model, the prompt is the user's text itself.
 
         > Parameters that control the dialogues
 
@@ -198,11 +198,13 @@ def _select(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos
     template = (
         tokenizer.chat_template if arguments.chat_template is None else Path(arguments.chat_template).read_text()
     )
-    if template is None:
-        raise ValueError(
-            f"The tokenizer of {tokenizer.name_or_path!r} has no chat template: give a Jinja file as `chat_template`."
-        )
     with_response = arguments.responses == "data"
+    if template is None:
+        name = tokenizer.name_or_path
+        if with_response:
+            # Nothing says what stands between a prompt and its response.
+            raise ValueError(f"The tokenizer of {name!r} has no chat template: give a Jinja file as `chat_template`.")
+        logger.warning(f"The tokenizer of {name!r} has no chat template: the prompts are the users' texts themselves.")
     excluded = _read_excluded(arguments.exclude)
     dropped: Counter[str] = Counter()
     seen: set[bytes] = set()
@@ -227,9 +229,10 @@ def _select(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos
     remaining = turns()
     while chunk := list(islice(remaining, _TOKENIZED_AT_ONCE)):
         texts, prompt_texts, response_texts = zip(*chunk, strict=True)
-        prompt_ids = _tokenize(tokenizer, prompt_texts)
+        # Chat templates write the special tokens themselves.
+        prompt_ids = _tokenize(tokenizer, prompt_texts, special_tokens=template is None)
         # Apart from the prompt, as in decoding: no token may span the boundary.
-        response_ids = _tokenize(tokenizer, response_texts) if with_response else [array("i")] * len(chunk)
+        response_ids = _tokenize(tokenizer, response_texts, False) if with_response else [array("i")] * len(chunk)
         for text, prompt, response in zip(texts, prompt_ids, response_ids, strict=True):
             end = next((i + 1 for i, token in enumerate(response) if token in eos_token_ids), len(response))
             response = response[: min(end, arguments.max_new_tokens)]
@@ -272,16 +275,18 @@ def _first_turn(messages: list[Message], with_response: bool) -> list[Message] |
     return turn
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, template: str, messages: list[Message], prompt: bool) -> str:
+def _render(tokenizer: PreTrainedTokenizerBase, template: str | None, messages: list[Message], prompt: bool) -> str:
+    if template is None:
+        return "\n\n".join(message["content"] for message in messages)
     text = tokenizer.apply_chat_template(
         messages, chat_template=template, add_generation_prompt=prompt, tokenize=False
     )
     return str(text)
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: tuple[str, ...]) -> list[array[int]]:
-    # Chat templates write the special tokens themselves.
-    return [array("i", ids) for ids in tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]]
+def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: tuple[str, ...], special_tokens: bool) -> list[array[int]]:
+    ids = tokenizer(list(texts), add_special_tokens=special_tokens, verbose=False)["input_ids"]
+    return [array("i", row) for row in ids]
 
 
 def _read_excluded(paths: list[str]) -> set[tuple[str, ...]]:
