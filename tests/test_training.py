@@ -139,6 +139,7 @@ def test_unrolled_mask(block_size, passes):
 @pytest.mark.parametrize("chunk", [1, 150, 1 << 21])
 def test_distillation_loss(monkeypatch, kind, draft_vocab_size, soft, chunk):
     monkeypatch.setattr(distillation, "_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(distillation, "_CHUNK_ROWS", 1)
     target = tiny_target(kind)
     head = BorrowedHead(tiny_drafter(target, draft_vocab_size=draft_vocab_size), target)
     torch.manual_seed(0)
@@ -157,6 +158,10 @@ def test_distillation_loss(monkeypatch, kind, draft_vocab_size, soft, chunk):
     order = q.argsort(dim=-1, descending=True)
     assert ranks.tolist() == [row.index(token) for row, token in zip(order.tolist(), p.argmax(dim=-1).tolist())]
     assert 0 in ranks and ranks.max() > 2
+
+    # Without a gradient, as glancing calls it.
+    again, ranks_again = distillation_loss(predicted.detach(), labels, head, soft)
+    assert torch.equal(again, loss) and torch.equal(ranks_again, ranks)
 
 
 # The loss as a whole.
