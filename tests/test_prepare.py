@@ -7,8 +7,11 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -469,6 +472,68 @@ def test_command(arguments, target, monkeypatch, capsys):
     assert set(TokenFile.load(options.output).temperatures.tolist()) == {0.0, 1.0}
 
 
+@pytest.mark.parametrize("processes", [2, 3, 7])
+def test_processes_share_the_batches(arguments, target, unbroken, monkeypatch, processes):
+    """Each process dies after its own share, but the main one, which comes last and assembles."""
+    generated = []
+    respond = prepare_module._respond
+    monkeypatch.setattr(prepare_module, "_respond", lambda *args: generated.append(args[2]) or respond(*args))
+    monkeypatch.setattr(prepare_module, "_PARENT", os.getppid())
+    for rank in reversed(range(processes)):
+        barriers = []
+
+        def wait_for_everyone(rank=rank, barriers=barriers):
+            barriers.append(1)
+            # The first comes before generation, the second after it.
+            if rank and len(barriers) == 2:
+                raise Killed
+
+        state = SimpleNamespace(
+            num_processes=processes,
+            process_index=rank,
+            is_main_process=rank == 0,
+            main_process_first=nullcontext,
+            wait_for_everyone=wait_for_everyone,
+        )
+        monkeypatch.setattr(prepare_module, "process_state", lambda state=state: state)
+        with pytest.raises(Killed) if rank else nullcontext():
+            prepare(arguments(), *target)
+    assert len(generated) == 4
+    assert Path(arguments().output).read_bytes() == unbroken
+
+
+def test_a_process_without_its_launcher_ends(arguments, target, monkeypatch):
+    state = SimpleNamespace(
+        num_processes=2,
+        process_index=0,
+        is_main_process=True,
+        main_process_first=nullcontext,
+        wait_for_everyone=lambda: None,
+    )
+    monkeypatch.setattr(prepare_module, "process_state", lambda: state)
+    monkeypatch.setattr(prepare_module, "_PARENT", -1)
+    with pytest.raises(ChildProcessError, match="launcher"):
+        prepare(arguments(), *target)
+
+
+def start(command, **environment):
+    """The command in a session of its own, with the package and these tests on its path."""
+    paths = [str(Path(__file__).parent), str(Path(prepare_module.__file__).parents[2])]
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def wait_for_parts(process, parts, number):
+    while len(list(parts.glob("batch-*.safetensors"))) < number:
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.001)
+
+
 @pytest.mark.slow
 def test_kill_9(arguments, target, tmp_path):
     whole = arguments(output=str(tmp_path / "whole"), batch_size=1)
@@ -479,25 +544,65 @@ def test_kill_9(arguments, target, tmp_path):
         "max_prompt_tokens=20), *t.make_target())"
     )
     output, parts = tmp_path / "out", tmp_path / "out.parts"
-    paths = [str(Path(__file__).parent), str(Path(prepare_module.__file__).parents[2])]
-    process = subprocess.Popen(
-        [sys.executable, "-c", script, whole.data, str(output)],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        while len(list(parts.glob("batch-*.safetensors"))) < 3:
-            assert process.poll() is None, "the run ended before it could be killed"
-            time.sleep(0.001)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert not output.exists()
-    finished = {path: path.stat().st_mtime_ns for path in parts.glob("batch-*.safetensors")}
-    assert 3 <= len(finished) < 14
+    for number in (0, 1, 4, 9):
+        process = start(["-c", script, whole.data, str(output)])
+        try:
+            while not (parts / "plan.json").exists():
+                time.sleep(0.001)
+            wait_for_parts(process, parts, number)
+        finally:
+            process.kill()
+            process.wait()
+        assert not output.exists()
+    finished = len(list(parts.glob("batch-*.safetensors")))
+    assert 9 <= finished < 14
     respond, generated = prepare_module._respond, []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare_module, "_respond", lambda *args: generated.append(1) or respond(*args))
         prepare(arguments(batch_size=1), *target)
-    assert len(generated) == 14 - len(finished)
+    assert len(generated) == 14 - finished
     assert output.read_bytes() == Path(whole.output).read_bytes()
+    assert not list(tmp_path.glob("out.*"))
+
+
+@pytest.mark.slow
+def test_kill_9_under_accelerate(arguments, target, tmp_path):
+    """A worker, the launcher and everybody are killed in turn; the last of four commands finishes the file."""
+    model, tokenizer = target
+    model.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    data = write_data(
+        tmp_path / "many.jsonl", [[{"role": "user", "content": f"w{i} w{j}"}] for i in range(24) for j in range(10)]
+    )
+    options = ["--data", data, "--target", str(tmp_path / "target"), "--dtype", "float32", "--batch_size", "2"]
+    options += ["--max_new_tokens", "40", "--max_prompt_tokens", "20"]
+    alone = start(["-m", "hf_falcon", "prepare", *options, "--output", str(tmp_path / "whole")])
+    assert alone.wait() == 0
+
+    output, parts = tmp_path / "out", tmp_path / "out.parts"
+    # With `--cpu`, only one process would start.
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+    launch += ["-m", "hf_falcon", "prepare", *options, "--output", str(output)]
+    for number, kill in ((10, "worker"), (30, "launcher"), (50, "everybody")):
+        process = start(launch)
+        try:
+            wait_for_parts(process, parts, number)
+            workers = psutil.Process(process.pid).children()
+            assert len(workers) == 2
+            if kill == "worker":
+                workers[-1].kill()
+                assert process.wait() != 0
+            elif kill == "launcher":
+                process.kill()
+                # No wait for the workers, who find out by themselves: the next command may come at once.
+            else:
+                os.killpg(process.pid, signal.SIGKILL)
+        finally:
+            process.kill()
+            process.wait()
+        assert not output.exists()
+    finished = len(list(parts.glob("batch-*.safetensors")))
+    assert 50 <= finished < 120
+    assert start(launch).wait() == 0
+    assert output.read_bytes() == (tmp_path / "whole").read_bytes()
+    assert not list(tmp_path.glob("out.*"))

@@ -7,7 +7,7 @@ import sys
 
 from transformers import HfArgumentParser
 
-from ..training.prepare import PrepareArguments, prepare
+from ..training.prepare import PrepareArguments, prepare, process_state
 from .models import load_target
 
 
@@ -20,12 +20,18 @@ def main(argv: list[str]) -> int:
     """
     parser = HfArgumentParser([PrepareArguments], prog="hf-falcon prepare", description=__doc__)
     (arguments,) = parser.parse_args_into_dataclasses(args=argv)
-    model, tokenizer = load_target(arguments.target, arguments.dtype, arguments.device)
+    state = process_state()
+    # Of several processes, each has a device of its own.
+    device = state.device if arguments.device is None and state.num_processes > 1 else arguments.device
+    model, tokenizer = load_target(arguments.target, arguments.dtype, device)
     try:
         file = prepare(arguments, model, tokenizer)
     except KeyboardInterrupt:
         print("\nInterrupted. Finished batches are kept; the same command continues from them.", file=sys.stderr)
         return 130
     responses = len(file.tokens) - int(file.prompt_lengths.sum())
-    print(f"{arguments.output}: {len(file)} dialogues, {len(file.tokens)} tokens, {responses} of them responses.")
+    state.print(
+        f"{arguments.output}: {len(file)} dialogues, {len(file.tokens)} tokens, {responses} of them responses."
+    )
+    state.destroy_process_group()
     return 0

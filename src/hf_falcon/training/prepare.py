@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import random
 import re
 import shutil
@@ -13,12 +14,14 @@ from array import array
 from collections import Counter
 from collections.abc import Generator
 from dataclasses import dataclass, field
+from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
+from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
@@ -31,6 +34,8 @@ logger = logging.getLogger(__name__)
 _EXCLUDED_WORDS = 8
 _TOKENIZED_AT_ONCE = 256
 _UNRECORDED = -1.0
+# Under `accelerate launch`, the launcher.
+_PARENT = os.getppid()
 
 
 @dataclass
@@ -86,6 +91,12 @@ class PrepareArguments:
         output (`str`):
             The token file to write. Finished batches wait in the folder `<output>.parts` until all are done; the same
             command continues after an interruption.
+
+    Several processes share the work and write the same file as one: `accelerate launch --num_processes 8 -m hf_falcon
+    prepare ...` on GPUs, `torchrun --nproc_per_node 2 -m hf_falcon prepare ...` on CPUs (`accelerate launch --cpu`
+    starts only one process).
+
+    A mix of the target's responses and the data's own is two token files, both given to `hf-falcon train --data`.
     """
 
     data: str = field(metadata={"help": "JSON or JSON Lines file of dialogues, or 'sharegpt' (installed package)."})
@@ -124,12 +135,25 @@ class PrepareArguments:
             raise ValueError(f"`temperatures` is {self.temperatures}: give one or more numbers >= 0 (0 is greedy).")
 
 
+def process_state() -> PartialState:
+    """This process among those that `accelerate launch` or `torchrun` started, or the only one."""
+    # One process may wait for another as long as a run takes.
+    return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=365))
+
+
+def _warn(message: str) -> None:
+    """Says it once, whatever the number of processes."""
+    if process_state().is_main_process:
+        logger.warning(message)
+
+
 def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TokenFile:
     """
     Writes the token file `arguments.output`, or continues what an interrupted call with the same arguments began.
 
     What is generated is a pure function of arguments, data and target: each batch has its own seed, so a continued run
-    gives the same bytes as an unbroken one (on the same machine and library versions).
+    gives the same bytes as an unbroken one (on the same machine and library versions). So does a run of any number of
+    processes, each of which generates its share of the batches; they need one file system.
 
     Args:
         arguments ([`PrepareArguments`]):
@@ -148,6 +172,7 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
         FileNotFoundError: a file is missing.
     """
     output, parts = Path(arguments.output), Path(f"{arguments.output}.parts")
+    state = process_state()
     _check_context(arguments, model)
     selection = _select(arguments, tokenizer, _eos_token_ids(model, tokenizer))
     plan = _plan(arguments, model, selection)
@@ -155,34 +180,35 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
     if output.exists():
         # Either a finished run, or one that died between writing the output and removing its parts.
         _refuse_other_plan(output, TokenFile.load(output).metadata.get("plan", {}), plan)
-        shutil.rmtree(parts, ignore_errors=True)
-        logger.warning(f"{output} is complete already.")
+        if state.is_main_process:
+            shutil.rmtree(parts, ignore_errors=True)
+        _warn(f"{output} is complete already.")
         return TokenFile.load(output)
 
     output.parent.mkdir(parents=True, exist_ok=True)
-    metadata = {
-        "target": model.config.name_or_path or None,
-        "target_fingerprint": plan["target_fingerprint"],
-        "data": Path(arguments.data).name,
-        "dropped": selection.dropped,
-        "plan": plan,
-        "transformers_version": transformers.__version__,
-        "torch_version": str(torch.__version__),
-    }
     vocab_size = max(model.config.get_text_config(decoder=True).vocab_size, len(tokenizer))
-    prompt_lengths = [len(prompt) for prompt in selection.prompts]
-    if selection.responses is not None:
-        samples = [torch.tensor(p + r) for p, r in zip(selection.prompts, selection.responses, strict=True)]
-        temperatures = [_UNRECORDED] * len(samples)
-    else:
-        _open_parts(parts, plan)
-        batches = _batches(prompt_lengths, arguments.batch_size, arguments.seed)
+    batches = _batches([len(prompt) for prompt in selection.prompts], arguments.batch_size, arguments.seed)
+    if selection.responses is None:
+        with state.main_process_first():
+            _open_parts(parts, plan)
+        # Nobody may finish, and remove the parts, before everybody has found them.
+        state.wait_for_everyone()
         _generate_parts(arguments, model, tokenizer, selection.prompts, batches, parts, vocab_size)
-        samples, temperatures = _collect_parts(parts, batches)
-    file = TokenFile.from_samples(samples, prompt_lengths, temperatures, vocab_size, metadata)
-    file.save(output)
-    shutil.rmtree(parts, ignore_errors=True)
-    return file
+        state.wait_for_everyone()
+    if state.is_main_process:
+        metadata = {
+            "target": model.config.name_or_path or None,
+            "target_fingerprint": plan["target_fingerprint"],
+            "data": Path(arguments.data).name,
+            "dropped": selection.dropped,
+            "plan": plan,
+            "transformers_version": transformers.__version__,
+            "torch_version": str(torch.__version__),
+        }
+        _assemble(selection, batches, parts, vocab_size, metadata).save(output)
+        shutil.rmtree(parts, ignore_errors=True)
+    state.wait_for_everyone()
+    return TokenFile.load(output)
 
 
 @dataclass
@@ -204,7 +230,7 @@ def _select(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos
         if with_response:
             # Nothing says what stands between a prompt and its response.
             raise ValueError(f"The tokenizer of {name!r} has no chat template: give a Jinja file as `chat_template`.")
-        logger.warning(f"The tokenizer of {name!r} has no chat template: the prompts are the users' texts themselves.")
+        _warn(f"The tokenizer of {name!r} has no chat template: the prompts are the users' texts themselves.")
     excluded = _read_excluded(arguments.exclude)
     dropped: Counter[str] = Counter()
     seen: set[bytes] = set()
@@ -212,7 +238,8 @@ def _select(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos
 
     def turns() -> Generator[tuple[str, str, str], None, None]:
         """Text to compare with what is excluded, rendered prompt, rendered response (empty where not wanted)."""
-        for messages in tqdm(read_dialogues(find_data(arguments.data)), desc="reading", unit=" dialogues"):
+        found = read_dialogues(find_data(arguments.data))
+        for messages in tqdm(found, desc="reading", unit=" dialogues", disable=not process_state().is_main_process):
             turn = _first_turn(messages, with_response)
             if turn is None:
                 dropped["no_turn"] += 1
@@ -253,7 +280,7 @@ def _select(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos
                     break
     if not prompts:
         raise ValueError(f"No dialogue of {arguments.data!r} is left (dropped: {dict(dropped)}): loosen the limits.")
-    logger.warning(
+    _warn(
         f"{len(prompts)} dialogues; dropped: {dropped['excluded']} that share {_EXCLUDED_WORDS} words in a row with "
         f"`exclude`, {dropped['prompt_too_long']} longer than `max_prompt_tokens`, {dropped['duplicate']} duplicates, "
         f"{dropped['no_turn']} without a turn to use."
@@ -386,12 +413,25 @@ def _generate_parts(
     parts: Path,
     vocab_size: int,
 ) -> None:
-    done = sum(len(batch) for index, batch in enumerate(batches) if _part(parts, index).exists())
+    state = process_state()
+    # Neighbours, not every n-th batch: temperatures take turns, and all processes should get all of them.
+    begin, end = (
+        len(batches) * rank // state.num_processes for rank in (state.process_index, state.process_index + 1)
+    )
+    share = range(begin, end)
+    done = sum(len(batches[index]) for index in share if _part(parts, index).exists())
+    total = sum(len(batches[index]) for index in share)
     new_tokens = 0
-    with tqdm(total=len(prompts), initial=done, desc="generating", unit=" dialogues") as progress:
-        for index, batch in enumerate(batches):
+    with tqdm(
+        total=total, initial=done, desc="generating", unit=" dialogues", disable=not state.is_main_process
+    ) as progress:
+        for index in share:
             if _part(parts, index).exists():
                 continue
+            if state.num_processes > 1 and os.getppid() != _PARENT:
+                # Left behind, it would only get in the way of the run that continues this one.
+                raise ChildProcessError("The launcher of this process is gone: it ends, too.")
+            batch = batches[index]
             temperature = arguments.temperatures[index % len(arguments.temperatures)]
             seed = random.Random(f"batch {arguments.seed} {index}").getrandbits(32)
             batch_prompts = [prompts[i] for i in batch]
@@ -403,7 +443,9 @@ def _generate_parts(
                 vocab_size,
             ).save(_part(parts, index))
             new_tokens += sum(len(response) for response in responses)
-            progress.set_postfix_str(f"{new_tokens / progress.format_dict['elapsed']:.0f} tokens/s", refresh=False)
+            if not progress.disable:
+                rate = new_tokens / progress.format_dict["elapsed"]
+                progress.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
             progress.update(len(batch))
 
 
@@ -466,8 +508,14 @@ def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
     return [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]
 
 
-def _collect_parts(parts: Path, batches: list[list[int]]) -> tuple[list[torch.Tensor], list[float]]:
-    """Samples and temperatures in the order of the data."""
+def _assemble(
+    selection: _Selection, batches: list[list[int]], parts: Path, vocab_size: int, metadata: dict[str, Any]
+) -> TokenFile:
+    """Prompts and responses, from the data or from the parts, in the order of the data."""
+    prompt_lengths = [len(prompt) for prompt in selection.prompts]
+    if selection.responses is not None:
+        samples = [torch.tensor(p + r) for p, r in zip(selection.prompts, selection.responses, strict=True)]
+        return TokenFile.from_samples(samples, prompt_lengths, [_UNRECORDED] * len(samples), vocab_size, metadata)
     found: dict[int, tuple[torch.Tensor, float]] = {}
     for index, batch in enumerate(batches):
         path = _part(parts, index)
@@ -478,4 +526,6 @@ def _collect_parts(parts: Path, batches: list[list[int]]) -> tuple[list[torch.Te
             )
         for row, dialogue in enumerate(batch):
             found[dialogue] = (file.sample(row)[0], float(file.temperatures[row]))
-    return [found[i][0] for i in range(len(found))], [found[i][1] for i in range(len(found))]
+    in_order = [found[i] for i in range(len(found))]
+    samples, temperatures = [sample for sample, _ in in_order], [temperature for _, temperature in in_order]
+    return TokenFile.from_samples(samples, prompt_lengths, temperatures, vocab_size, metadata)
