@@ -14,8 +14,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import torch
-from safetensors.torch import save_file
-from tokenizers import Tokenizer, models, pre_tokenizers
+from safetensors.torch import load, save_file
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -26,6 +26,7 @@ from hf_falcon.training import token_file as token_file_module
 from hf_falcon.training.dialogues import find_data, read_dialogues
 from hf_falcon.training.prepare import PrepareArguments, prepare
 from hf_falcon.training.token_file import TokenFile
+from hf_falcon.training.trainer import DraftSamples, collate
 
 WORDS = [f"w{i}" for i in range(24)]
 SPECIAL = ["<unk>", "</s>", "<pad>", "<|system|>", "<|user|>", "<|assistant|>"]
@@ -179,6 +180,41 @@ def test_sharegpt_package_is_found_without_import(tmp_path, monkeypatch):
     assert find_data("sharegpt") == file
     with pytest.raises(FileNotFoundError, match="absent.json"):
         find_data("absent.json")
+
+
+@pytest.mark.parametrize("records", [SHAREGPT, [{"messages": dialogue, "score": 1.5} for dialogue in EXPECTED]])
+def test_data_sets(tmp_path, monkeypatch, records):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for split, rows in (("train", records), ("test", records[2:])):
+        datasets.Dataset.from_list(rows).to_parquet(folder / f"{split}.parquet")
+    assert list(read_dialogues(folder)) == list(read_dialogues(str(folder), "train")) == EXPECTED
+    assert list(read_dialogues(folder, "train[1:]")) == EXPECTED[1:]
+    assert list(read_dialogues(folder, "test")) == EXPECTED[2:]
+    with pytest.raises(ValueError, match="train_sft"):
+        list(read_dialogues(folder, "train_sft"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: [{"text": f"{name} {split}"}])
+    with pytest.raises(ValueError, match="some/set, record 1: no list `conversations`.*some/set train"):
+        list(read_dialogues("some/set"))
+
+
+def test_data_sets_without_datasets(monkeypatch):
+    monkeypatch.setattr("hf_falcon.training.dialogues.importlib.util.find_spec", lambda name: None)
+    with pytest.raises(OSError, match="pip install hf-falcon.train."):
+        list(read_dialogues("some/set"))
+
+
+def test_preparing_from_a_data_set(arguments, target, unbroken, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "set").mkdir()
+    rows = [{"messages": messages} for messages in dialogues()]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "set" / "train_sft.parquet")
+    file = prepare(arguments(data=str(tmp_path / "set"), split="train"), *target)
+    assert file.metadata["data"] == "set"
+    assert file.tokens.tolist() == load(unbroken)["tokens"].tolist()
 
 
 # The token file
@@ -422,6 +458,48 @@ def test_responses_of_the_data(arguments, target):
     whole = prepare(arguments(responses="data", limit=5, output=arguments().output + "2"), *target)
     token_ids, prompt_length = whole.sample(0)
     assert token_ids[prompt_length:].tolist() == target[1].convert_tokens_to_ids(["w1", "w2", "w3", "</s>"])
+
+
+# None of them marks what it generates.
+TEMPLATES = {
+    "plain": "{% for m in messages %}{{ m.role }}:{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}",
+    "strips": "{% for m in messages %}{{ m.role }}:{{ m.content | trim }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}",
+    "ends with more than EOS": "{% for m in messages %}{{ m.role }}:{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}",
+    "writes a prompt of its own": "{% for m in messages %}{{ m.role }}:{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:(thinks){% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_loss_counts_the_response_alone(arguments, target, tmp_path, name):
+    """Of a dialogue of several turns: the first response up to EOS, whatever the template does around it."""
+    characters = [chr(code) for code in range(32, 127)] + ["\n"]
+    vocabulary = {token: index for index, token in enumerate(["<unk>", "</s>", *characters])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATES[name]
+    )
+    first = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " Sky? "},
+        {"role": "assistant", "content": " Blue. "},
+    ]
+    later = [{"role": "user", "content": "Sea?"}, {"role": "assistant", "content": "Green."}]
+    data = write_data(tmp_path / "turns.jsonl", [first + later])
+    file = prepare(
+        arguments(data=data, responses="data", max_new_tokens=40, max_prompt_tokens=80), target[0], tokenizer
+    )
+
+    batch = collate([DraftSamples(file, [0], max_length=128)[0]])
+    tokens = tokenizer.convert_ids_to_tokens(batch["token_ids"][0].tolist())
+    counted = "".join(token for token, counts in zip(tokens, batch["response"][0]) if counts)
+    assert counted == ("Blue.</s>" if name == "strips" else " Blue. </s>")
+    prompt = tokenizer.apply_chat_template(first[:2], add_generation_prompt=True, tokenize=False)
+    assert "".join(tokens) == prompt + counted
 
 
 @pytest.mark.parametrize(

