@@ -3,18 +3,25 @@
 
 import json
 import os
+import random
 import re
 import shutil
+import subprocess
+import sys
+import time
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from draft_fixtures import HIDDEN, VOCAB, random_tokens, tiny_drafter, tiny_target
 from safetensors import safe_open
+from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast, TrainerCallback
+from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainerState, modeling_utils
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_falcon import FalconDraftModel
 from hf_falcon.borrowed_head import BorrowedHead
@@ -563,16 +570,123 @@ def test_the_time_limit_saves_and_stops(target, tmp_path):
     assert os.listdir(tmp_path) == ["checkpoint-1"]
 
 
-def test_a_loss_that_is_no_number(target, tmp_path):
+def break_weights(run, at):
     class Break(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 2:
+            if state.global_step == at:
                 with torch.no_grad():
                     run._drafter.norm.weight.fill_(float("nan"))
 
-    run = trainer(target, tmp_path, Break())
-    with pytest.raises(FloatingPointError, match="The loss is nan at step 2: lower `learning_rate` .0.01."):
+    run.add_callback(Break())
+
+
+def test_a_loss_that_is_no_number(target, tmp_path):
+    run = trainer(target, tmp_path, save_strategy="no")
+    break_weights(run, at=2)
+    kept = tmp_path / "nan_batch_step_2.safetensors"
+    message = f"The loss is nan at step 2: lower `learning_rate` .0.01. .*{re.escape(str(kept))}"
+    with pytest.raises(FloatingPointError, match=message):
         run.train()
+    # The batch of the third step, as far as it can be told from the data.
+    batch = load_file(kept)
+    order = list(run._get_train_sampler())[4:6]
+    expected = collate([run.train_dataset[index] for index in order])
+    assert set(batch) == {"features", "token_ids", "valid", "response"}
+    for name, tensor in expected.items():
+        assert torch.equal(batch[name], tensor), name
+    features = target_features(target, expected["token_ids"], expected["valid"])
+    torch.testing.assert_close(batch["features"], features)
+
+
+def test_broken_weights_are_not_saved(target, tmp_path):
+    run = trainer(target, tmp_path)
+    break_weights(run, at=3)
+    with pytest.raises(FloatingPointError, match="weights that are not finite at step 3.*resume from the last check"):
+        run.train()
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1", "checkpoint-2", "nan_batch_step_3.safetensors"]
+
+
+class Died(BaseException):
+    """Stands for `kill -9`: nothing runs after it."""
+
+
+def die_at(monkeypatch, event):
+    """Dies in the middle of the n-th of all the calls that change something on the disk."""
+    events = []
+
+    def dying(call, half):
+        def wrapped(*args, **kwargs):
+            events.append(call)
+            if len(events) == event:
+                half(*args, **kwargs)
+                raise Died
+            return call(*args, **kwargs)
+
+        return wrapped
+
+    def half_save(content, path, *args, **kwargs):
+        Path(path).write_bytes(b"half")
+
+    def half_removed(folder, *args, **kwargs):
+        for file in sorted(Path(folder).rglob("*.*"))[::2]:
+            file.unlink()
+
+    def nothing(*args, **kwargs):
+        pass
+
+    monkeypatch.setattr(torch, "save", dying(torch.save, half_save))
+    monkeypatch.setattr(modeling_utils, "safe_save_file", dying(modeling_utils.safe_save_file, half_save))
+    monkeypatch.setattr(TrainerState, "save_to_json", dying(TrainerState.save_to_json, half_save))
+    monkeypatch.setattr(shutil, "rmtree", dying(shutil.rmtree, half_removed))
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, dying(getattr(os, name), nothing))
+    return events
+
+
+def test_a_run_that_dies_while_it_saves(target, unbroken, tmp_path, monkeypatch):
+    complete = sorted(os.listdir(unbroken[0] / "checkpoint-10"))
+    deaths, last = 0, 0
+    while True:
+        run = trainer(target, tmp_path, save_total_limit=2)
+        last_checkpoint = get_last_checkpoint(tmp_path)
+        with monkeypatch.context() as patched:
+            # Each time a little later in the save of a checkpoint, in the end in one after it.
+            die_at(patched, deaths + 1)
+            try:
+                run.train(resume_from_checkpoint=last_checkpoint)
+                break
+            except Died:
+                deaths += 1
+        found = sorted(int(path.name.split("-")[1]) for path in tmp_path.glob("checkpoint-*"))
+        # What is there is complete, and what was there before is not lost.
+        assert max(found, default=0) >= last and len(found) >= min(last, 2)
+        last = max(found, default=0)
+        for step in found:
+            folder = tmp_path / f"checkpoint-{step}"
+            assert sorted(os.listdir(folder)) == complete
+            assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == step
+            FalconDraftModel.from_pretrained(folder)
+    assert deaths > 10 and sorted(os.listdir(tmp_path)) == ["checkpoint-10", "checkpoint-9"]
+    assert logged(run) == logged(unbroken[1])
+    for name, tensor in unbroken[1]._drafter.state_dict().items():
+        torch.testing.assert_close(run._drafter.state_dict()[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+def test_the_best_checkpoint_is_kept_and_loaded(target, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
+    options |= {"metric_for_best_model": "regression", "greater_is_better": False}
+    run = trainer(target, tmp_path, max_steps=4, **options)
+    # The first is the best, whatever is learnt.
+    values = iter([0.0, 1.0, 1.0, 1.0])
+    take = run.evaluate
+    run.evaluate = lambda *args, **kwargs: {**take(*args, **kwargs), "eval_regression": next(values)}
+    run.train()
+    assert sorted(os.listdir(tmp_path)) == ["checkpoint-1", "checkpoint-4"]
+    state = json.loads((tmp_path / "checkpoint-4" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == run.state.best_model_checkpoint == str(tmp_path / "checkpoint-1")
+    best = FalconDraftModel.from_pretrained(tmp_path / "checkpoint-1")
+    for name, tensor in best.state_dict().items():
+        assert torch.equal(run._drafter.state_dict()[name], tensor)
 
 
 def test_evaluation(target, tmp_path):
@@ -671,6 +785,43 @@ def test_the_same_command_goes_on(workplace, tmp_path):
     pieces, expected = (FalconDraftModel.from_pretrained(folder) for folder in (tmp_path, whole_run))
     for name, tensor in expected.state_dict().items():
         torch.testing.assert_close(pieces.state_dict()[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.slow
+def test_kill_9(workplace, tmp_path):
+    """Real processes and a real SIGKILL, at random moments of a run that saves after every step."""
+    options = {"max_steps": 40, "save_steps": 1, "save_total_limit": 3, "logging_steps": 1, "eval_samples": 2}
+    options |= {"eval_strategy": "steps", "eval_steps": 5}
+    assert train.main(arguments(workplace, tmp_path / "whole", **options)) == 0
+    command = [sys.executable, "-m", "hf_falcon", "train", *arguments(workplace, tmp_path / "killed", **options)]
+    chance = random.Random(0)
+    for kill in range(1, 5):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            while get_last_step(tmp_path / "killed") < 8 * kill and process.poll() is None:
+                time.sleep(0.005)
+            time.sleep(0.1 * chance.random())
+            assert process.poll() is None
+        finally:
+            process.kill()
+            process.wait()
+    assert get_last_step(tmp_path / "killed") < 40
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+    histories = []
+    for name in ("whole", "killed"):
+        history = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
+        for row in history:
+            for clock in [name for name in row if "per_second" in name or "runtime" in name]:
+                del row[clock]
+        histories.append([row for row in history if "train_loss" not in row])
+    assert len(histories[0]) >= 40 and histories[0] == histories[1]
+    whole, killed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+
+
+def get_last_step(folder) -> int:
+    return max((int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")), default=0)
 
 
 @pytest.mark.parametrize(

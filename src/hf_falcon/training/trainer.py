@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Sampler
 from transformers import (
@@ -28,6 +31,7 @@ from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from ..borrowed_head import BorrowedHead
 from ..modeling_falcon_draft import FalconDraftModel
+from .checkpoints import empty, prune, publish, publish_files, scratch_folder
 from .csgd import DistillationWeights, DraftBatch, DraftLoss, check_unrolling, draft_loss
 from .features import StoredFeatures, target_features
 from .token_file import TokenFile
@@ -172,6 +176,7 @@ class FalconTrainer(Trainer):
         train_dataset, eval_dataset ([`DraftSamples`]): what to learn from, and what to judge by.
     """
 
+    args: FalconTrainingArguments
     control: TrainerControl
 
     def __init__(
@@ -186,9 +191,14 @@ class FalconTrainer(Trainer):
         # The batch is a structure of this module's own: there are no columns for Trainer to drop.
         args.remove_unused_columns = False
         args.label_names = []
+        if args.save_total_limit == 1 and args.metric_for_best_model is not None:
+            # The best and the last. Trainer would delete the last one in the end, file by file, and the same command
+            # would train on from the best.
+            args.save_total_limit = 2
         self._target = target.eval().requires_grad_(False)
         self._drafter = drafter
         self._sums = _RunningSums()
+        self._last_batch: DraftBatch | None = None
         super().__init__(
             model=DraftObjective(drafter, BorrowedHead(drafter, target), args),
             args=args,
@@ -235,10 +245,9 @@ class FalconTrainer(Trainer):
         ratio = self.args.glancing_ratio * (1 - step / max(1, self.state.max_steps)) if model.training else 0.0
         result = model(batch, generator, ratio)
         if not math.isfinite(result.loss.item()):
-            raise FloatingPointError(
-                f"The loss is {result.loss.item()} at step {step}: lower `learning_rate` ({self.args.learning_rate}) "
-                "and resume from the last checkpoint."
-            )
+            raise self._broken(f"The loss is {result.loss.item()}", batch)
+        if model.training:
+            self._last_batch = batch
         self._sums.add(result, int(inputs["valid"].sum()))
         return (result.loss, {"loss": result.loss}) if return_outputs else result.loss
 
@@ -266,11 +275,61 @@ class FalconTrainer(Trainer):
             logs = {**logs, **self._sums.take()}
         super().log(logs, start_time)
 
+    def _broken(self, what: str, batch: DraftBatch) -> FloatingPointError:
+        """Keeps the batch for whoever looks into it, and gives the error that stops the run."""
+        step, process = self.state.global_step, self.args.process_index
+        name = f"nan_batch_step_{step}" + (f"_process_{process}" if process else "")
+        path = os.path.join(self.args.output_dir, f"{name}.safetensors")
+        os.makedirs(self.args.output_dir, exist_ok=True)
+        save_file({field: tensor.detach().cpu().contiguous() for field, tensor in vars(batch).items()}, path)
+        return FloatingPointError(
+            f"{what} at step {step}: lower `learning_rate` ({self.args.learning_rate}) and resume from the last "
+            f"checkpoint. The batch is kept in `{path}`."
+        )
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        # A step can break the weights without a loss to show it; a checkpoint of them could only break again.
+        if self._last_batch is not None and not all(p.isfinite().all() for p in self._drafter.parameters()):
+            raise self._broken("The drafter has weights that are not finite", self._last_batch)
+        args, name = self.args, f"checkpoint-{self.state.global_step}"
+        place = Path(args.output_dir, name)
+        scratch = scratch_folder(args.output_dir)
+        if args.should_save:
+            empty(scratch)
+        self.accelerator.wait_for_everyone()
+        # Trainer writes file by file, deletes old checkpoints before the new one is safe, and uploads what it wrote:
+        # it gets another folder to write to, and the rest waits until the checkpoint is in its place.
+        self.args = copy.copy(args)
+        self.args.output_dir, self.args.save_total_limit, self.args.push_to_hub = str(scratch), None, False
+        try:
+            super()._save_checkpoint(model, trial)
+        finally:
+            self.args = args
+        if self.state.best_global_step == self.state.global_step:
+            self.state.best_model_checkpoint = str(place)
+        self.accelerator.wait_for_everyone()
+        if args.should_save:
+            self.state.save_to_json(str(scratch / name / TRAINER_STATE_NAME))
+            publish(scratch / name, place)
+            prune(args.output_dir, args.save_total_limit, {str(place), str(self.state.best_model_checkpoint)})
+            shutil.rmtree(scratch)
+        if args.push_to_hub:
+            self._push_from_checkpoint(str(place))
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         # A checkpoint's weights are a drafter that loads by itself; Trainer would also pickle its arguments.
-        folder = output_dir or self.args.output_dir
-        if self.args.should_save:
-            self._drafter.save_pretrained(folder)
+        folder = Path(output_dir or self.args.output_dir)
+        if not self.args.should_save:
+            return
+        # The run's folder may hold the drafter of an earlier piece: it stays whole until the new one is.
+        scratch = scratch_folder(folder)
+        empty(scratch)
+        self._drafter.save_pretrained(scratch)
+        publish_files(scratch, folder)
+        scratch.rmdir()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         self._drafter.load_state_dict(load_file(os.path.join(resume_from_checkpoint, "model.safetensors")))

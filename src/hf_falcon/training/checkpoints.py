@@ -1,0 +1,76 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Checkpoint folders that are complete or absent, whenever the process dies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from transformers.trainer_utils import sort_checkpoints
+
+# Inside the run's folder, so that a folder moves from here to its place by renaming. Nothing that looks for
+# checkpoints finds it.
+_SCRATCH = ".unfinished"
+
+
+def scratch_folder(run_folder: str | Path) -> Path:
+    """The folder in which a run's checkpoints are written."""
+    return Path(run_folder, _SCRATCH)
+
+
+def empty(scratch: Path) -> None:
+    """Makes the scratch folder, without what an earlier death left in it."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+
+
+def publish(folder: Path, place: Path) -> None:
+    """
+    Forces the files of a folder to disk and moves it to its place in one step.
+
+    Args:
+        folder (`Path`): the complete folder, below [`scratch_folder`].
+        place (`Path`): where it goes. A folder that is there makes way.
+    """
+    _flush(folder)
+    if place.exists():
+        _remove(place, folder.parent)
+    os.rename(folder, place)
+
+
+def publish_files(folder: Path, place: Path) -> None:
+    """Moves the files of a folder into another one, where they replace those of their names, each in one step."""
+    _flush(folder)
+    for file in folder.iterdir():
+        os.replace(file, place / file.name)
+
+
+def prune(run_folder: str | Path, limit: int | None, kept: set[str]) -> None:
+    """
+    Deletes the oldest checkpoints of a run.
+
+    Args:
+        run_folder (`str` or `Path`): the run's folder, with a scratch folder in it.
+        limit (`int`, *optional*): checkpoints to keep; `None` or 0 keeps all.
+        kept (`set[str]`): checkpoints that stay in any case, as paths.
+    """
+    checkpoints = sort_checkpoints(str(run_folder))
+    spare = [checkpoint for checkpoint in checkpoints if checkpoint not in kept]
+    surplus = len(checkpoints) - limit if limit else 0
+    for checkpoint in spare[: max(0, surplus)]:
+        _remove(Path(checkpoint), scratch_folder(run_folder))
+
+
+def _flush(folder: Path) -> None:
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+
+
+def _remove(folder: Path, scratch: Path) -> None:
+    # Out of sight first: deleting takes a while, and half a checkpoint looks like one.
+    removed = scratch / f"removed-{folder.name}"
+    os.rename(folder, removed)
+    shutil.rmtree(removed)
