@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from transformers import HfArgumentParser, set_seed
+from transformers import set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..configuration_falcon_draft import FalconDraftConfig
@@ -15,6 +15,7 @@ from ..training.features import StoredFeatures, feature_statistics
 from ..training.token_file import TokenFile
 from ..training.trainer import DraftSamples, FalconTrainer, FalconTrainingArguments
 from .models import load_target
+from .run_arguments import parse_run
 
 
 @dataclass
@@ -73,8 +74,8 @@ def frequent_tokens(data: TokenFile, vocab_size: int, size: int) -> tuple[torch.
 
 def main(argv: list[str]) -> int:
     """Runs `hf-falcon train`."""
-    parser = HfArgumentParser((DrafterArguments, FalconTrainingArguments), prog="hf-falcon train")
-    options, args = parser.parse_args_into_dataclasses(args=argv)
+    types = (DrafterArguments, FalconTrainingArguments)
+    options, args = parse_run(argv, types, prog="hf-falcon train", description=__doc__)
     set_seed(args.seed)
     data = TokenFile.concatenate([TokenFile.load(path) for path in options.data])
     target, _ = load_target(options.target, options.target_dtype or "auto", str(args.device))
