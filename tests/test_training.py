@@ -39,7 +39,10 @@ from hf_falcon.training.csgd import (
     shift_left,
 )
 from hf_falcon.training.distillation import distillation_loss
+from hf_falcon.training.estimated_tau import estimated_tau_chain, estimated_tau_tree
 from hf_falcon.training.features import StoredFeatures, feature_statistics, target_features
+from hf_falcon.training.final_tau import decoded_tau
+from hf_falcon.training.plot import TrainingPlot, draw
 from hf_falcon.training.token_file import TokenFile
 from hf_falcon.training.trainer import (
     DraftSamples,
@@ -177,7 +180,7 @@ def test_distillation_loss(monkeypatch, kind, draft_vocab_size, soft, chunk):
 def plain_loss(drafter, head, batch, offsets, glanced, passes):
     """`draft_loss` without noise: sample by sample, block by block, each from a forward over its own whole past."""
     k = drafter.config.block_size
-    sums, hits, counts = torch.zeros(2), torch.zeros(passes * k, 2), torch.zeros(passes * k)
+    sums, hits, counts = torch.zeros(2), torch.zeros(passes * k, 3), torch.zeros(passes * k)
     positions, wrong = 0, []
     for row, offset in enumerate(offsets):
         length = int(batch.valid[row].sum())
@@ -225,7 +228,8 @@ def plain_loss(drafter, head, batch, offsets, glanced, passes):
                 sums[1] += (WEIGHTS.soft * kl - (1 - WEIGHTS.soft) * log_q[best]).detach()
                 depth = (number - 1) * k + (i + offset) % k
                 counts[depth] += 1
-                hits[depth] += torch.tensor([log_q.argmax() == best, (log_q > log_q[best]).sum() < 3])
+                better = int((log_q > log_q[best]).sum())
+                hits[depth] += torch.tensor([better == 0, better < 3, better < 8])
             positions += len(judged)
             inputs.append(torch.cat((inputs[-1][:k], predicted[:-k])))
     regression, divergence = (sums / positions).tolist()
@@ -451,7 +455,7 @@ class Interrupt(TrainerCallback):
 
 def trainer(target, folder, callback=None, train_file=None, changes=None, **arguments):
     data = train_file or token_file()
-    drafter = tiny_drafter(target, scale=0, num_lstm_layers=1, **(changes or {}))
+    drafter = tiny_drafter(target, scale=0, **{"num_lstm_layers": 1, **(changes or {})})
     defaults = {
         "max_steps": 10,
         "per_device_train_batch_size": 2,
@@ -526,7 +530,7 @@ def test_what_a_run_logs(unbroken):
         parts = weights.regression_weight * row["regression"] + weights.distillation_weight * row["distillation"]
         assert row["loss"] == pytest.approx(parts, abs=2e-4)
         for depth in (1, 2):
-            assert 0 <= row[f"top1_depth{depth}"] <= row[f"top3_depth{depth}"] <= 1
+            assert 0 <= row[f"top1_depth{depth}"] <= row[f"top3_depth{depth}"] <= row[f"top8_depth{depth}"] <= 1
 
 
 def test_glancing_falls_to_zero(target, tmp_path, monkeypatch):
@@ -694,9 +698,48 @@ def test_evaluation(target, tmp_path):
     first, second = run.evaluate(), run.evaluate()
     clock = "eval_tokens_per_second"
     assert {n: v for n, v in first.items() if n != clock} == {n: v for n, v in second.items() if n != clock}
-    assert {"eval_regression", "eval_distillation", "eval_top1_depth1", "eval_top3_depth2"} <= set(first)
+    assert {"eval_regression", "eval_distillation", "eval_top1_depth1", "eval_top8_depth2"} <= set(first)
     run.train()
-    assert run.evaluate()["eval_loss"] < 0.8 * first["eval_loss"]
+    last = run.evaluate()
+    assert last["eval_loss"] < 0.8 * first["eval_loss"]
+    # Two depths: the second counts only after the first.
+    top1 = last["eval_top1_depth1"], last["eval_top1_depth2"]
+    assert last["eval_estimated_tau_chain"] == pytest.approx(top1[0] + top1[0] * top1[1], abs=1e-4)
+    assert last["eval_estimated_tau_chain"] <= last["eval_estimated_tau_tree"] <= 2
+
+
+def test_evaluation_of_more_passes_than_are_trained(target, tmp_path):
+    run = trainer(
+        target,
+        tmp_path,
+        changes={"num_lstm_layers": 0},
+        save_strategy="no",
+        max_steps=2,
+        unroll_passes=2,
+        eval_passes=3,
+    )
+    run.train()
+    assert "top8_depth4" in logged(run)[0] and "top1_depth5" not in logged(run)[0]
+    metrics = run.evaluate()
+    assert "eval_top8_depth6" in metrics and "eval_top1_depth7" not in metrics
+    with pytest.raises(ValueError, match="`eval_passes` is 2 and `num_lstm_layers` 1.*Set `eval_passes=1`"):
+        trainer(target, tmp_path, eval_passes=2)
+
+
+def test_estimated_tau_of_a_chain():
+    assert estimated_tau_chain([(0.5, 0.6, 0.7), (0.4, 0.5, 0.6), (0.1, 0.2, 0.3)]) == pytest.approx(0.5 + 0.2 + 0.02)
+    assert estimated_tau_chain([]) == 0
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 5, 12, 72, 10**4])
+def test_estimated_tau_of_a_tree(nodes):
+    accuracy = [(0.5, 0.7, 0.8), (0.4, 0.5, 0.9)]
+    ranks = [[0.5, 0.1, 0.1] + [0.02] * 5, [0.4, 0.05, 0.05] + [0.08] * 5]
+    paths = ranks[0] + [first * second for first in ranks[0] for second in ranks[1]]
+    expected = sum(sorted(paths, reverse=True)[:nodes])
+    assert estimated_tau_tree(accuracy, nodes) == pytest.approx(expected)
+    if nodes >= len(paths):
+        assert expected == pytest.approx(0.8 + 0.8 * 0.9)
 
 
 def test_evaluation_does_not_disturb_training(target, unbroken, tmp_path):
@@ -772,6 +815,46 @@ def test_train_command(workplace, tmp_path):
     # A drafter to start from.
     assert train.main(arguments(workplace, tmp_path / "next", init_from=output, max_steps=1)) == 0
     assert FalconDraftModel.from_pretrained(tmp_path / "next").config.block_size == 3
+
+
+@pytest.mark.parametrize("prompts", [0, 2])
+def test_what_a_run_leaves_to_look_at(workplace, tmp_path, capsys, prompts):
+    options = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1, "final_tau_prompts": prompts}
+    # A piece that is not the last decodes nothing.
+    assert train.main(arguments(workplace, tmp_path, max_minutes=0, **options)) == 0
+    assert "decoded" not in capsys.readouterr().out
+    assert train.main(arguments(workplace, tmp_path, **options)) == 0
+    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    assert [row["step"] for row in history if "eval_top8_depth2" in row] == [2, 3]
+    assert all(0 <= row["eval_estimated_tau_tree"] <= 2 for row in history if "eval_loss" in row)
+    final = [row for row in history if "final_tau" in row]
+    assert len(final) == (prompts > 0) == ("2 held-out prompts decoded: tau " in capsys.readouterr().out)
+    assert all(0 <= row["final_alpha"] <= 1 for row in final)
+    image = (tmp_path / "training.png").read_bytes()
+    assert image.startswith(b"\x89PNG") and len(image) > 10_000
+
+
+def test_decoded_tau(target):
+    prompts = [random_tokens(6, seed=seed) for seed in (3, 4)]
+    found = decoded_tau(target, tiny_drafter(target), prompts, max_new_tokens=20)
+    options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    each = [
+        target.generate(p[None], assistant_model=tiny_drafter(target), **options).draft_statistics for p in prompts
+    ]
+    rounds, accepted = sum(s.rounds for s in each), sum(s.accepted_tokens for s in each)
+    assert found == {"final_tau": accepted / rounds, "final_alpha": accepted / sum(s.new_tokens for s in each)}
+
+
+def test_nothing_to_plot():
+    assert draw([]) is None and draw([{"step": 3, "train_loss": 1.0}]) is None
+
+
+def test_no_plot_without_matplotlib(target, tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    run = trainer(target, tmp_path, TrainingPlot(), max_steps=2)
+    run.train()
+    (warning,) = [r.getMessage() for r in caplog.records if r.name == "hf_falcon.training.plot"]
+    assert "pip install hf-falcon[train]" in warning and not (tmp_path / "training.png").exists()
 
 
 def test_the_same_command_goes_on(workplace, tmp_path):

@@ -12,6 +12,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..configuration_falcon_draft import FalconDraftConfig
 from ..modeling_falcon_draft import FalconDraftModel
 from ..training.features import StoredFeatures, feature_statistics
+from ..training.final_tau import decoded_tau
+from ..training.plot import TrainingPlot
 from ..training.token_file import TokenFile
 from ..training.trainer import DraftSamples, FalconTrainer, FalconTrainingArguments
 from .models import load_target
@@ -39,6 +41,12 @@ class DrafterArguments:
         features_dir (`str`, *optional*): keep the target's features in this folder, about 2 * hidden size bytes a
             token, instead of computing them anew in every epoch.
         target_dtype (`str`, *optional*): dtype of the target; the one this machine is fastest in if left out.
+
+    > Parameters that control what is measured
+
+    Args:
+        final_tau_prompts (`int`, *optional*, defaults to 8): held-out prompts that a finished drafter decodes, for its
+            real tau; 0 decodes none.
     """
 
     data: list[str] = field(metadata={"help": "Token files of `hf-falcon prepare`."})
@@ -55,6 +63,11 @@ class DrafterArguments:
     eval_samples: int = field(default=64, metadata={"help": "Samples held out."})
     features_dir: str | None = field(default=None, metadata={"help": "Keep the target's features here."})
     target_dtype: str | None = field(default=None, metadata={"help": "Dtype of the target."})
+    final_tau_prompts: int = field(default=8, metadata={"help": "Held-out prompts decoded in the end; 0 is none."})
+
+    def __post_init__(self) -> None:
+        if self.final_tau_prompts < 0:
+            raise ValueError(f"`final_tau_prompts` is {self.final_tau_prompts}: give 0 (none) or more.")
 
 
 def frequent_tokens(data: TokenFile, vocab_size: int, size: int) -> tuple[torch.Tensor, float]:
@@ -91,13 +104,34 @@ def main(argv: list[str]) -> int:
         DraftSamples(data, indices[: len(data) - held_out], options.max_length, stored),
         DraftSamples(data, indices[len(data) - held_out :], options.max_length, stored) if held_out else None,
     )
+    plot = TrainingPlot()
+    trainer.add_callback(plot)
     checkpoint = args.resume_from_checkpoint or get_last_checkpoint(args.output_dir)
     trainer.train(resume_from_checkpoint=checkpoint)
-    if held_out:
-        trainer.evaluate()
-    trainer.save_state()
     trainer.save_model()
+    state = trainer.state
+    if held_out:
+        if not any("eval_loss" in row and row["step"] == state.global_step for row in state.log_history):
+            trainer.evaluate()
+        if state.global_step >= state.max_steps:
+            _log_final_tau(trainer, target, drafter, options.final_tau_prompts)
+            plot.on_train_end(args, state, trainer.control)
+    trainer.save_state()
     return 0
+
+
+def _log_final_tau(trainer: FalconTrainer, target: torch.nn.Module, drafter: FalconDraftModel, prompts: int) -> None:
+    held_out = trainer.eval_dataset
+    samples = [held_out[item] for item in range(min(prompts, len(held_out)))]
+    if not samples or not trainer.is_world_process_zero():
+        return
+    found = decoded_tau(target, drafter, [sample["token_ids"][: sample["prompt_length"]] for sample in samples])
+    if found:
+        trainer.log({name: round(value, 5) for name, value in found.items()})
+        print(
+            f"{len(samples)} held-out prompts decoded: tau {found['final_tau']:.2f} accepted draft tokens a round, "
+            f"alpha {100 * found['final_alpha']:.1f} % of all tokens"
+        )
 
 
 def _check_vocabulary(data: TokenFile, vocab_size: int) -> None:

@@ -13,6 +13,7 @@ from ..borrowed_head import BorrowedHead
 from ..draft_cache import TrainingCache
 from ..modeling_falcon_draft import FalconDraftModel, additive_mask, block_ends
 from .distillation import distillation_loss
+from .estimated_tau import TOP
 
 
 @dataclass
@@ -41,8 +42,8 @@ class DraftLoss:
     Args:
         loss (`torch.Tensor`, scalar): regression plus weighted distillation, averaged over passes.
         regression, distillation (`torch.Tensor`, scalar): the two parts.
-        correct (`torch.Tensor` of shape `(passes * block_size, 2)`): loss positions at each depth whose target token
-            is the drafter's first choice, and is among its first three.
+        correct (`torch.Tensor` of shape `(passes * block_size, 3)`): loss positions at each depth whose target token
+            is among the drafter's first 1, 3 and 8 choices.
         counts (`torch.Tensor` of shape `(passes * block_size,)`): loss positions at each depth.
     """
 
@@ -111,19 +112,19 @@ def glance(loss_positions: Tensor, distance: Tensor, ratio: float, generator: to
     return loss_positions & (rank >= start[:, None]) & (rank < (start + wanted)[:, None])
 
 
-def check_unrolling(drafter: FalconDraftModel, passes: int) -> None:
+def check_unrolling(drafter: FalconDraftModel, passes: int, name: str = "unroll_passes") -> None:
     """
-    Refuses what unrolled training cannot do.
+    Refuses a number of unrolled passes, the argument `name`, that a drafter cannot do.
 
     Raises:
         `ValueError`: for no pass at all, and for more than one of a drafter with an LSTM.
     """
     if passes < 1:
-        raise ValueError(f"`unroll_passes` is {passes}: set it to at least 1.")
+        raise ValueError(f"`{name}` is {passes}: set it to at least 1.")
     if passes > 1 and drafter.config.num_lstm_layers > 0:
         raise ValueError(
-            f"`unroll_passes` is {passes} and `num_lstm_layers` {drafter.config.num_lstm_layers}: unrolling is there "
-            "for drafters without an LSTM. Set `unroll_passes=1` or `num_lstm_layers=0`."
+            f"`{name}` is {passes} and `num_lstm_layers` {drafter.config.num_lstm_layers}: unrolling is there "
+            f"for drafters without an LSTM. Set `{name}=1` or `num_lstm_layers=0`."
         )
 
 
@@ -203,7 +204,7 @@ def draft_loss(
         distillation.append(token_loss)
         for offset in range(block_size):
             here = place == offset
-            correct.append(torch.stack(((ranks[here] == 0).sum(), (ranks[here] < 3).sum())))
+            correct.append(torch.stack([(ranks[here] < top).sum() for top in TOP]))
             counts.append(here.sum())
 
     mean_regression = torch.stack(regression).mean()

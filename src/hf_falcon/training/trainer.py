@@ -8,7 +8,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,11 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from ..borrowed_head import BorrowedHead
+from ..draft_options import DraftOptions
 from ..modeling_falcon_draft import FalconDraftModel
 from .checkpoints import empty, prune, publish, publish_files, scratch_folder
 from .csgd import DistillationWeights, DraftBatch, DraftLoss, check_unrolling, draft_loss
+from .estimated_tau import TOP, estimated_tau_chain, estimated_tau_tree
 from .features import StoredFeatures, target_features
 from .token_file import TokenFile
 
@@ -58,6 +60,9 @@ class FalconTrainingArguments(TrainingArguments):
         unroll_passes (`int`, *optional*, defaults to 1):
             Draft passes unrolled in training, each reading the features that the one before predicted.
 
+        eval_passes (`int`, *optional*):
+            Draft passes unrolled on held-out samples, each with its accuracies; `unroll_passes` if left out.
+
     > Parameters that control the run
 
     Args:
@@ -74,6 +79,7 @@ class FalconTrainingArguments(TrainingArguments):
     feature_noise: float = field(default=0.1, metadata={"help": "Uniform noise on normalised input features."})
     glancing_ratio: float = field(default=0.4, metadata={"help": "Glancing at the start; falls to 0 at the end."})
     unroll_passes: int = field(default=1, metadata={"help": "Draft passes unrolled in training."})
+    eval_passes: int | None = field(default=None, metadata={"help": "Draft passes unrolled on held-out samples."})
     max_minutes: float | None = field(default=None, metadata={"help": "Save and stop after this many minutes."})
 
 
@@ -161,7 +167,7 @@ class DraftObjective(nn.Module):
             DistillationWeights(args.regression_weight, args.distillation_weight, args.soft_label_share),
             noise=args.feature_noise if self.training else 0.0,
             glancing_ratio=glancing_ratio,
-            passes=args.unroll_passes,
+            passes=args.unroll_passes if self.training else args.eval_passes or args.unroll_passes,
         )
 
 
@@ -188,6 +194,8 @@ class FalconTrainer(Trainer):
         eval_dataset: DraftSamples | None = None,
     ):
         check_unrolling(drafter, args.unroll_passes)
+        if args.eval_passes is not None:
+            check_unrolling(drafter, args.eval_passes, "eval_passes")
         # The batch is a structure of this module's own: there are no columns for Trainer to drop.
         args.remove_unused_columns = False
         args.label_names = []
@@ -251,15 +259,29 @@ class FalconTrainer(Trainer):
         self._sums.add(result, int(inputs["valid"].sum()))
         return (result.loss, {"loss": result.loss}) if return_outputs else result.loss
 
-    def evaluate(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> dict[str, float]:
-        """Loss and accuracy by depth on held-out samples."""
+    def evaluate(
+        self,
+        eval_dataset: Dataset | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """
+        Loss parts, accuracy by depth and estimated tau on held-out samples; `ignore_keys` is ignored.
+
+        See [`estimated_tau_chain`] and [`estimated_tau_tree`] (of as many nodes as the drafter's own trees) for what
+        the estimates assume. They know the depths of `eval_passes` passes and no more.
+        """
         training_sums, self._sums = self._sums, _RunningSums()
         self.model.eval()
         with torch.no_grad():
-            for inputs in self.get_eval_dataloader():
+            for inputs in self.get_eval_dataloader(eval_dataset):
                 with self.compute_loss_context_manager():
                     self.compute_loss(self.model, self._prepare_inputs(inputs))
-        parts = self._sums.take()
+        parts = self._sums.take(self._add_processes)
+        accuracy = list(zip(*(_by_depth(parts, f"top{top}") for top in TOP)))
+        nodes = DraftOptions.from_generation_config(self._drafter.generation_config).num_assistant_tokens
+        parts["estimated_tau_chain"] = round(estimated_tau_chain(accuracy), 5)
+        parts["estimated_tau_tree"] = round(estimated_tau_tree(accuracy, nodes), 5)
         weights = self.args.regression_weight, self.args.distillation_weight
         parts["loss"] = weights[0] * parts["regression"] + weights[1] * parts["distillation"]
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in parts.items()}
@@ -272,8 +294,11 @@ class FalconTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds the parts of the loss and the accuracy by depth to what Trainer logs."""
         if "loss" in logs:
-            logs = {**logs, **self._sums.take()}
+            logs = {**logs, **self._sums.take(self._add_processes)}
         super().log(logs, start_time)
+
+    def _add_processes(self, values: Tensor) -> Tensor:
+        return self.accelerator.reduce(values.to(self.args.device), "sum")
 
     def _broken(self, what: str, batch: DraftBatch) -> FloatingPointError:
         """Keeps the batch for whoever looks into it, and gives the error that stops the run."""
@@ -347,25 +372,36 @@ class _RunningSums:
         self._results.append(result)
         self._tokens += tokens
 
-    def take(self) -> dict[str, float]:
-        metrics = self.read()
+    def take(self, add_processes: Callable[[Tensor], Tensor]) -> dict[str, float]:
+        """Means over all batches of all processes, whose sums `add_processes` adds up; begins anew."""
+        results, tokens, seconds = self._results, self._tokens, time.perf_counter() - self._since
         self.__init__()  # type: ignore[misc]
-        return metrics
-
-    def read(self) -> dict[str, float]:
-        if not self._results:
+        if not results:
             return {}
+        counts = torch.stack([r.counts for r in results]).sum(0)
+        correct = torch.stack([r.correct for r in results]).sum(0)
+        losses = torch.stack([torch.stack((r.regression, r.distillation)) for r in results]).sum(0)
+        local = [losses, losses.new_tensor([len(results), tokens]), counts, correct.flatten()]
+        values = add_processes(torch.cat([part.float() for part in local])).cpu()
+        regression, distillation, batches, tokens = values[:4].tolist()
         metrics = {
-            "regression": torch.stack([r.regression for r in self._results]).mean().item(),
-            "distillation": torch.stack([r.distillation for r in self._results]).mean().item(),
-            "tokens_per_second": self._tokens / (time.perf_counter() - self._since),
+            "regression": regression / batches,
+            "distillation": distillation / batches,
+            "tokens_per_second": tokens / seconds,
         }
-        counts = torch.stack([r.counts for r in self._results]).sum(0).clamp_min(1)
-        hits = torch.stack([r.correct for r in self._results]).sum(0) / counts[:, None]
-        for depth, (top1, top3) in enumerate(hits.tolist(), start=1):
-            metrics[f"top1_depth{depth}"] = top1
-            metrics[f"top3_depth{depth}"] = top3
+        depths = len(counts)
+        hits = values[4 + depths :].view(depths, -1) / values[4 : 4 + depths, None].clamp_min(1)
+        for depth, row in enumerate(hits.tolist(), start=1):
+            metrics |= {f"top{top}_depth{depth}": share for top, share in zip(TOP, row)}
         return {name: round(value, 5) for name, value in metrics.items()}
+
+
+def _by_depth(metrics: dict[str, float], name: str) -> list[float]:
+    """The values of `name_depth1`, `name_depth2`, ..."""
+    found: list[float] = []
+    while f"{name}_depth{len(found) + 1}" in metrics:
+        found.append(metrics[f"{name}_depth{len(found) + 1}"])
+    return found
 
 
 class _DraftProgress(ProgressCallback):
@@ -374,10 +410,8 @@ class _DraftProgress(ProgressCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and self.training_bar is not None and logs and "loss" in logs:
             shown = {"loss": f"{logs['loss']:.3f}"}
-            for depth in range(1, 9):
-                if f"top1_depth{depth}" in logs:
-                    top1, top3 = logs[f"top1_depth{depth}"], logs[f"top3_depth{depth}"]
-                    shown[f"d{depth}"] = f"{100 * top1:.0f}/{100 * top3:.0f}%"
+            for depth, (top1, top3) in enumerate(zip(_by_depth(logs, "top1"), _by_depth(logs, "top3")), start=1):
+                shown[f"d{depth}"] = f"{100 * top1:.0f}/{100 * top3:.0f}%"
             self.training_bar.set_postfix(shown)
 
 

@@ -1,0 +1,49 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""The real tau of a trained drafter, from decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..modeling_falcon_draft import FalconDraftModel
+
+
+def decoded_tau(
+    target: PreTrainedModel, drafter: FalconDraftModel, prompts: Sequence[Tensor], max_new_tokens: int = 128
+) -> dict[str, float]:
+    """
+    Decodes prompts greedily with the drafter's own options, as a user would.
+
+    Args:
+        target ([`PreTrainedModel`]): the target.
+        drafter ([`FalconDraftModel`]): its drafter, in any dtype.
+        prompts (sequence of `torch.LongTensor` of shape `(length,)`): tokens of each prompt.
+        max_new_tokens (`int`, *optional*, defaults to 128): new tokens a prompt, at most.
+
+    Returns:
+        `final_tau`, accepted draft tokens a round, and `final_alpha`, accepted draft tokens over new tokens, of all
+        prompts together. Empty where the target cannot verify trees, which a warning then explains.
+    """
+    drafter.eval()
+    rounds, accepted, new_tokens = 0, 0, 0
+    for prompt in prompts:
+        input_ids = prompt[None].to(target.device)
+        output = target.generate(
+            input_ids,
+            attention_mask=torch.ones_like(input_ids),
+            assistant_model=drafter,
+            max_new_tokens=max_new_tokens,
+            do_sample=False,
+            return_dict_in_generate=True,
+        )
+        found = output.draft_statistics
+        if found is None:
+            return {}
+        rounds += found.rounds
+        accepted += found.accepted_tokens
+        new_tokens += found.new_tokens
+    return {"final_tau": accepted / max(1, rounds), "final_alpha": accepted / max(1, new_tokens)}
