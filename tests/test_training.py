@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """Training: the loss against plain re-implementations, and a run that stops and goes on as if it had not."""
 
+import hashlib
 import json
 import os
 import random
@@ -28,6 +29,7 @@ from hf_falcon.borrowed_head import BorrowedHead
 from hf_falcon.commands import main as entry
 from hf_falcon.commands import train
 from hf_falcon.commands.train import frequent_tokens
+from hf_falcon.configuration_falcon_draft import weights_fingerprint
 from hf_falcon.training import csgd, distillation, features
 from hf_falcon.training.csgd import (
     DistillationWeights,
@@ -43,6 +45,7 @@ from hf_falcon.training.estimated_tau import estimated_tau_chain, estimated_tau_
 from hf_falcon.training.features import StoredFeatures, feature_statistics, target_features
 from hf_falcon.training.final_tau import decoded_tau
 from hf_falcon.training.plot import TrainingPlot, draw
+from hf_falcon.training.provenance import git_revision
 from hf_falcon.training.token_file import TokenFile
 from hf_falcon.training.trainer import (
     DraftSamples,
@@ -764,6 +767,46 @@ def test_the_progress_bar_can_be_turned_off(target, tmp_path, capfd, quiet):
     assert ("d1=" in captured.err) == (not quiet) and ("regression" in captured.out) == quiet
 
 
+def test_provenance(target, unbroken, tmp_path):
+    folder, run = unbroken
+    found = json.loads((folder / "checkpoint-10" / "provenance.json").read_text())
+    assert set(found["versions"]) == {"python", "torch", "transformers", "hf_falcon"}
+    assert found["target"] == {"name_or_path": target.name_or_path, "fingerprint": weights_fingerprint(target)}
+    data = token_file()
+    digest = hashlib.sha256(data.tokens.numpy().tobytes()).hexdigest()
+    assert found["data"] == {"tokens_sha256": digest, "tokens": len(data.tokens), "samples": 7}
+    assert found["arguments"]["learning_rate"] == 1e-2 and found["arguments"]["output_dir"] == str(folder)
+    assert (found["seed"], found["steps"]) == (42, 10)
+    # Two and a half epochs of seven samples, in batches of two: the tokens of the third epoch's first two batches.
+    lengths = run.train_dataset.lengths
+    sampler = run._get_train_sampler()
+    sampler.set_epoch(2)
+    assert found["tokens_seen"] == 2 * sum(lengths) + sum(lengths[i] for i in list(sampler)[:4])
+
+    # A resumed run counts on; held-out samples do not count.
+    shutil.copytree(folder / "checkpoint-4", tmp_path / "checkpoint-4")
+    again = trainer(target, tmp_path, eval_strategy="steps", eval_steps=3)
+    again.train(resume_from_checkpoint=True)
+    again.save_model()
+    assert json.loads((tmp_path / "provenance.json").read_text())["tokens_seen"] == found["tokens_seen"]
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_git_revision(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert git_revision() is None
+    identity = ["-c", "user.name=nobody", "-c", "user.email=nobody@localhost"]
+    for words in (["init", "-q"], [*identity, "commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", *words], check=True)
+    assert re.fullmatch("[0-9a-f]{40}", git_revision())
+    (tmp_path / "file").touch()
+    subprocess.run(["git", "add", "file"], check=True)
+    assert re.fullmatch("[0-9a-f]{40}-dirty", git_revision())
+    monkeypatch.setenv("PATH", "")
+    assert git_revision() is None
+
+
 # The command.
 
 
@@ -799,7 +842,7 @@ def test_train_command(workplace, tmp_path):
     output = tmp_path / "new" / "drafter"
     options = {"draft_vocab_size": 20, "features_dir": tmp_path / "features", "block_size": 3, "eval_samples": 2}
     assert train.main(arguments(workplace, output, **options)) == 0
-    assert {"config.json", "model.safetensors", "trainer_state.json"} <= set(os.listdir(output))
+    assert {"config.json", "model.safetensors", "trainer_state.json", "provenance.json"} <= set(os.listdir(output))
     assert "training_args.bin" not in os.listdir(output)
     config = json.loads((output / "config.json").read_text())
     assert (config["block_size"], config["num_lstm_layers"], config["num_hidden_layers"]) == (3, 2, 1)

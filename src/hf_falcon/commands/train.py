@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 import torch
 from transformers import set_seed
@@ -103,6 +103,7 @@ def main(argv: list[str]) -> int:
         args,
         DraftSamples(data, indices[: len(data) - held_out], options.max_length, stored),
         DraftSamples(data, indices[len(data) - held_out :], options.max_length, stored) if held_out else None,
+        run_arguments=asdict(options),
     )
     plot = TrainingPlot()
     trainer.add_callback(plot)

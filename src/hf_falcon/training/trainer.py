@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 import shutil
@@ -36,6 +37,7 @@ from .checkpoints import empty, prune, publish, publish_files, scratch_folder
 from .csgd import DistillationWeights, DraftBatch, DraftLoss, check_unrolling, draft_loss
 from .estimated_tau import TOP, estimated_tau_chain, estimated_tau_tree
 from .features import StoredFeatures, target_features
+from .provenance import PROVENANCE_NAME, provenance
 from .token_file import TokenFile
 
 
@@ -87,7 +89,7 @@ class DraftSamples(Dataset):
     """Samples of a token file, cut to `max_length` tokens, with their features where these are stored."""
 
     def __init__(self, data: TokenFile, indices: list[int], max_length: int, stored: StoredFeatures | None = None):
-        self._data, self._stored, self._max_length = data, stored, max_length
+        self.data, self._stored, self._max_length = data, stored, max_length
         # A prompt that fills the sample leaves no response to learn from.
         self._indices = [i for i in indices if int(data.prompt_lengths[i]) < max_length - 1]
         if not self._indices:
@@ -101,7 +103,7 @@ class DraftSamples(Dataset):
 
     def __getitem__(self, item: int) -> dict[str, Any]:
         index = self._indices[item]
-        token_ids, prompt_length = self._data.sample(index)
+        token_ids, prompt_length = self.data.sample(index)
         sample = {"token_ids": token_ids[: self._max_length], "prompt_length": prompt_length}
         if self._stored is not None:
             sample["features"] = self._stored.sample(index)[: self._max_length]
@@ -180,6 +182,7 @@ class FalconTrainer(Trainer):
         target ([`PreTrainedModel`]): its target; never changed.
         args ([`FalconTrainingArguments`]): the arguments of the run.
         train_dataset, eval_dataset ([`DraftSamples`]): what to learn from, and what to judge by.
+        run_arguments (`dict`, *optional*): what else a run was started with, for `provenance.json`. JSON values.
     """
 
     args: FalconTrainingArguments
@@ -192,6 +195,7 @@ class FalconTrainer(Trainer):
         args: FalconTrainingArguments,
         train_dataset: DraftSamples,
         eval_dataset: DraftSamples | None = None,
+        run_arguments: dict[str, Any] | None = None,
     ):
         check_unrolling(drafter, args.unroll_passes)
         if args.eval_passes is not None:
@@ -207,6 +211,13 @@ class FalconTrainer(Trainer):
         self._drafter = drafter
         self._sums = _RunningSums()
         self._last_batch: DraftBatch | None = None
+        self._uncounted_tokens = 0
+        # Taken now: files may change while it trains, and the output folder is another one while it saves.
+        self._provenance = {
+            **provenance(target, train_dataset.data),
+            "arguments": {**(run_arguments or {}), **args.to_dict()},
+            "seed": args.seed,
+        }
         super().__init__(
             model=DraftObjective(drafter, BorrowedHead(drafter, target), args),
             args=args,
@@ -256,7 +267,9 @@ class FalconTrainer(Trainer):
             raise self._broken(f"The loss is {result.loss.item()}", batch)
         if model.training:
             self._last_batch = batch
-        self._sums.add(result, int(inputs["valid"].sum()))
+        tokens = int(inputs["valid"].sum())
+        self._sums.add(result, tokens)
+        self._uncounted_tokens += tokens if model.training else 0
         return (result.loss, {"loss": result.loss}) if return_outputs else result.loss
 
     def evaluate(
@@ -341,6 +354,13 @@ class FalconTrainer(Trainer):
         if args.push_to_hub:
             self._push_from_checkpoint(str(place))
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """See [`~transformers.Trainer.save_model`]. Here all processes meet: the tokens seen are summed up."""
+        tokens = self._add_processes(torch.tensor([self._uncounted_tokens]))
+        self.state.num_input_tokens_seen += int(tokens)
+        self._uncounted_tokens = 0
+        super().save_model(output_dir, _internal_call)
+
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
@@ -353,6 +373,9 @@ class FalconTrainer(Trainer):
         scratch = scratch_folder(folder)
         empty(scratch)
         self._drafter.save_pretrained(scratch)
+        progress = {"steps": self.state.global_step, "tokens_seen": self.state.num_input_tokens_seen}
+        text = json.dumps({**self._provenance, **progress}, indent=2, default=str)
+        (scratch / PROVENANCE_NAME).write_text(text + "\n", encoding="utf-8")
         publish_files(scratch, folder)
         scratch.rmdir()
 
