@@ -24,10 +24,10 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainerState, modeling_utils
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_falcon import FalconDraftModel
+from hf_falcon import FalconDraftConfig, FalconDraftModel
 from hf_falcon.borrowed_head import BorrowedHead
 from hf_falcon.commands import main as entry
-from hf_falcon.commands import train
+from hf_falcon.commands import plan, train
 from hf_falcon.commands.train import frequent_tokens
 from hf_falcon.configuration_falcon_draft import weights_fingerprint
 from hf_falcon.training import csgd, distillation, features
@@ -911,6 +911,83 @@ def test_the_same_command_goes_on(workplace, tmp_path):
     pieces, expected = (FalconDraftModel.from_pretrained(folder) for folder in (tmp_path, whole_run))
     for name, tensor in expected.state_dict().items():
         torch.testing.assert_close(pieces.state_dict()[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+# The plan.
+
+
+def test_plan(workplace, tmp_path, capsys, monkeypatch):
+    def no_weights(*args, **kwargs):
+        raise AssertionError("weights are read")
+
+    monkeypatch.setattr(train, "load_target", no_weights)
+    options = {"plan": True, "draft_vocab_size": 20, "features_dir": tmp_path / "features", "save_steps": 2}
+    output = tmp_path / "new" / "drafter"
+    assert train.main(arguments(workplace, output, gradient_accumulation_steps=2, **options)) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    assert os.listdir(tmp_path) == []
+
+    target, data = tiny_target(), TokenFile.load(workplace / "tokens.safetensors")
+    drafter = FalconDraftModel(FalconDraftConfig.from_target(target, num_hidden_layers=1, draft_vocab_size=20))
+    sizes = [sum(p.numel() for p in model.parameters()) for model in (target, drafter)]
+    assert f"llama, {sizes[0]:,} parameters, float32, on cpu" in rows["target"]
+    assert f" {sizes[1]:,} parameters: block size 2, 2 LSTM layers, 1 decoder layers, 20 tokens" in rows["drafter"]
+    tokens = int(data.offsets[27])
+    expected = f"27 samples of {tokens:,} tokens, {tokens - 27 * 4} of them of responses; 3 samples held out"
+    assert expected in rows["data"]
+    assert "3 of 8 samples (1 processes x 4 x 2 accumulated), 0.75 epochs" in rows["steps"]
+    assert f"{round(0.75 * tokens):,} tokens" in rows["presented"]
+    assert "2 checkpoints of " in rows["disk"] and "of features in" in rows["disk"]
+    assert "estimated" in rows["memory"]
+
+
+@pytest.mark.parametrize(
+    "changes, message", [({"block_size": 0}, "`block_size` is 0"), ({"max_length": 4}, "raise it")]
+)
+def test_a_plan_finds_mistakes(workplace, tmp_path, changes, message):
+    with pytest.raises(ValueError, match=message):
+        train.main(arguments(workplace, tmp_path, plan=True, **changes))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_accumulation_steps": 3},
+        {"dataloader_drop_last": True},
+        {"save_strategy": "epoch"},
+        {"max_steps": 5},
+    ]
+    + [{"save_steps": 0.3}, {"save_total_limit": 2}],
+)
+def test_a_plan_counts_as_trainer_does(target, tmp_path, options):
+    run = trainer(target, tmp_path, **{"max_steps": -1, "num_train_epochs": 1.5, "save_steps": 2, **options})
+    per_epoch, steps = plan.training_steps(7, run.args)
+    run.train()
+    assert run.state.global_step == steps and run.state.epoch == pytest.approx(steps / per_epoch, abs=0.26)
+    assert len(list(tmp_path.glob("checkpoint-*"))) == plan.checkpoints(steps, per_epoch, run.args)
+
+
+@pytest.mark.parametrize("lstm_layers, layers, passes", [(0, 1, 1), (0, 2, 1), (2, 1, 1), (0, 1, 2)])
+def test_planned_activations(lstm_layers, layers, passes):
+    target = tiny_target(hidden_size=128, intermediate_size=340, num_attention_heads=4)
+    changes = {"intermediate_size": 340, "num_lstm_layers": lstm_layers, "num_hidden_layers": layers}
+    drafter = tiny_drafter(target, **changes).train()
+    own = {p.untyped_storage()._cdata for model in (target, drafter) for p in model.parameters()}
+    kept = {}
+
+    def keep(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage.nbytes(), tensor
+        return tensor
+
+    lengths = (64, 64, 64)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        batch = draft_batch(target, lengths, prompts=(1, 1, 1))
+        result = draft_loss(drafter, BorrowedHead(drafter, target), batch, seeded(), WEIGHTS, passes=passes)
+    planned = plan.activation_bytes(drafter.config, len(lengths), lengths[0], passes)
+    assert result.loss.requires_grad and planned == pytest.approx(sum(size for size, _ in kept.values()), rel=0.15)
 
 
 @pytest.mark.slow

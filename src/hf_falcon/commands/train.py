@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 
 import torch
-from transformers import set_seed
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..configuration_falcon_draft import FalconDraftConfig
@@ -16,6 +16,7 @@ from ..training.final_tau import decoded_tau
 from ..training.plot import TrainingPlot
 from ..training.token_file import TokenFile
 from ..training.trainer import DraftSamples, FalconTrainer, FalconTrainingArguments
+from . import plan
 from .models import load_target
 from .run_arguments import parse_run
 
@@ -47,6 +48,7 @@ class DrafterArguments:
     Args:
         final_tau_prompts (`int`, *optional*, defaults to 8): held-out prompts that a finished drafter decodes, for its
             real tau; 0 decodes none.
+        plan (`bool`, *optional*, defaults to `False`): print what would run and what it would need, and stop.
     """
 
     data: list[str] = field(metadata={"help": "Token files of `hf-falcon prepare`."})
@@ -64,6 +66,7 @@ class DrafterArguments:
     features_dir: str | None = field(default=None, metadata={"help": "Keep the target's features here."})
     target_dtype: str | None = field(default=None, metadata={"help": "Dtype of the target."})
     final_tau_prompts: int = field(default=8, metadata={"help": "Held-out prompts decoded in the end; 0 is none."})
+    plan: bool = field(default=False, metadata={"help": "Print what would run, and stop."})
 
     def __post_init__(self) -> None:
         if self.final_tau_prompts < 0:
@@ -91,20 +94,17 @@ def main(argv: list[str]) -> int:
     options, args = parse_run(argv, types, prog="hf-falcon train", description=__doc__)
     set_seed(args.seed)
     data = TokenFile.concatenate([TokenFile.load(path) for path in options.data])
+    if options.plan:
+        config = _config(options, AutoConfig.from_pretrained(plan.target_folder(options)))
+        _check_vocabulary(data, config.vocab_size)
+        print(plan.describe(options, args, config, data, *_split(options, data)))
+        return 0
     target, _ = load_target(options.target, options.target_dtype or "auto", str(args.device))
     _check_vocabulary(data, target.config.get_text_config().vocab_size)
     drafter = _drafter(options, target, data)
     stored = None if options.features_dir is None else StoredFeatures(options.features_dir, target, data)
-    held_out = min(options.eval_samples, len(data) // 10)
-    indices = list(range(len(data)))
-    trainer = FalconTrainer(
-        drafter,
-        target,
-        args,
-        DraftSamples(data, indices[: len(data) - held_out], options.max_length, stored),
-        DraftSamples(data, indices[len(data) - held_out :], options.max_length, stored) if held_out else None,
-        run_arguments=asdict(options),
-    )
+    samples, held_out = _split(options, data, stored)
+    trainer = FalconTrainer(drafter, target, args, samples, held_out, run_arguments=asdict(options))
     plot = TrainingPlot()
     trainer.add_callback(plot)
     checkpoint = args.resume_from_checkpoint or get_last_checkpoint(args.output_dir)
@@ -115,14 +115,30 @@ def main(argv: list[str]) -> int:
         if not any("eval_loss" in row and row["step"] == state.global_step for row in state.log_history):
             trainer.evaluate()
         if state.global_step >= state.max_steps:
-            _log_final_tau(trainer, target, drafter, options.final_tau_prompts)
+            _log_final_tau(trainer, target, drafter, held_out, options.final_tau_prompts)
             plot.on_train_end(args, state, trainer.control)
     trainer.save_state()
     return 0
 
 
-def _log_final_tau(trainer: FalconTrainer, target: torch.nn.Module, drafter: FalconDraftModel, prompts: int) -> None:
-    held_out = trainer.eval_dataset
+def _split(
+    options: DrafterArguments, data: TokenFile, stored: StoredFeatures | None = None
+) -> tuple[DraftSamples, DraftSamples | None]:
+    """What is learnt from, and what is judged by."""
+    first = len(data) - min(options.eval_samples, len(data) // 10)
+    samples = DraftSamples(data, list(range(first)), options.max_length, stored)
+    if first == len(data):
+        return samples, None
+    return samples, DraftSamples(data, list(range(first, len(data))), options.max_length, stored)
+
+
+def _log_final_tau(
+    trainer: FalconTrainer,
+    target: PreTrainedModel,
+    drafter: FalconDraftModel,
+    held_out: DraftSamples,
+    prompts: int,
+) -> None:
     samples = [held_out[item] for item in range(min(prompts, len(held_out)))]
     if not samples or not trainer.is_world_process_zero():
         return
@@ -144,10 +160,11 @@ def _check_vocabulary(data: TokenFile, vocab_size: int) -> None:
         )
 
 
-def _drafter(options: DrafterArguments, target: torch.nn.Module, data: TokenFile) -> FalconDraftModel:
+def _config(options: DrafterArguments, target: PreTrainedModel | PreTrainedConfig) -> FalconDraftConfig:
+    """The configuration of the drafter, new or to start from."""
     if options.init_from is not None:
-        return FalconDraftModel.from_pretrained(options.init_from, dtype=torch.float32)
-    config = FalconDraftConfig.from_target(
+        return FalconDraftConfig.from_pretrained(options.init_from)
+    return FalconDraftConfig.from_target(
         target,
         block_size=options.block_size,
         num_lstm_layers=options.num_lstm_layers,
@@ -155,6 +172,12 @@ def _drafter(options: DrafterArguments, target: torch.nn.Module, data: TokenFile
         conditioning_size=options.conditioning_size,
         draft_vocab_size=options.draft_vocab_size,
     )
+
+
+def _drafter(options: DrafterArguments, target: PreTrainedModel, data: TokenFile) -> FalconDraftModel:
+    if options.init_from is not None:
+        return FalconDraftModel.from_pretrained(options.init_from, dtype=torch.float32)
+    config = _config(options, target)
     drafter = FalconDraftModel(config)
     mean, std = feature_statistics(target, data)
     drafter.feature_mean.copy_(mean)

@@ -97,6 +97,7 @@ class DraftSamples(Dataset):
                 f"No sample of the token file has a response within `max_length` ({max_length}) tokens: raise it."
             )
         self.lengths = [min(len(data.sample(i)[0]), max_length) for i in self._indices]
+        self.prompt_lengths = [int(data.prompt_lengths[i]) for i in self._indices]
 
     def __len__(self) -> int:
         return len(self._indices)

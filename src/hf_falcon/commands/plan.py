@@ -1,0 +1,140 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""`hf-falcon train --plan`: what a run would train, and what it would need, without reading any weights."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.trainer_utils import SaveStrategy
+
+from ..configuration_falcon_draft import FalconDraftConfig
+from ..modeling_falcon_draft import FalconDraftModel
+from ..training.csgd import check_unrolling
+from ..training.token_file import TokenFile
+from ..training.trainer import DraftSamples, FalconTrainingArguments
+from .models import TARGET_NAME, converted_target, resolve_dtype
+
+if TYPE_CHECKING:
+    from .train import DrafterArguments
+
+# A chunk of logits is some 2 million float32 values, and up to six tensors of its size live at once.
+_CHUNK_BYTES = 6 * 4 * (1 << 21)
+
+
+def describe(
+    options: DrafterArguments,
+    args: FalconTrainingArguments,
+    config: FalconDraftConfig,
+    data: TokenFile,
+    train: DraftSamples,
+    held_out: DraftSamples | None,
+) -> str:
+    """
+    The plan of a run, as aligned text.
+
+    Args:
+        options, args: the arguments of the run.
+        config ([`FalconDraftConfig`]): the drafter's configuration.
+        data ([`TokenFile`]): all the data; `train` and `held_out` are what is learnt from and judged by.
+    """
+    dtype = resolve_dtype(options.target_dtype or "auto", args.device)
+    with torch.device("meta"):
+        target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target_folder(options)), dtype=dtype)
+        drafter = FalconDraftModel(config)
+    check_unrolling(drafter, args.unroll_passes)
+    target_size, size = (sum(p.numel() for p in model.parameters()) for model in (target, drafter))
+    steps_per_epoch, steps = training_steps(len(train), args)
+    tokens = sum(train.lengths)
+
+    batch, length = args.train_batch_size, max(train.lengths)
+    head = config.hidden_size * (config.draft_vocab_size or config.vocab_size)
+    memory = {
+        "the target's weights": target_size * dtype.itemsize,
+        # AdamW keeps two values a weight beside the gradient.
+        "the drafter's weights, gradients and AdamW": 4 * 4 * size,
+        "the head in float32": 4 * head,
+        f"activations of {batch} x {length} tokens": activation_bytes(config, batch, length, args.unroll_passes),
+        "a chunk of logits": _CHUNK_BYTES,
+    }
+    kept = checkpoints(steps, steps_per_epoch, args)
+    each = 4 * size * (1 if args.save_only_model else 3)
+    disk = f"{_gb(kept * each + 4 * size)}: {kept} checkpoints of {_gb(each)} and the drafter"
+    if options.features_dir is not None:
+        disk += f"; {_gb(2 * config.hidden_size * len(data.tokens))} of features in `{options.features_dir}`"
+    fusion = f"{config.num_lstm_layers} LSTM layers" if config.num_lstm_layers else "a linear fusion"
+    rows = {
+        "target": f"{options.target or TARGET_NAME}: {config.target_model_type}, {target_size:,} parameters, "
+        f"{str(dtype).removeprefix('torch.')}, on {args.device}",
+        "drafter": f"{size:,} parameters: block size {config.block_size}, {fusion}, "
+        f"{config.num_hidden_layers} decoder layers, {config.draft_vocab_size or config.vocab_size:,} tokens scored",
+        "data": f"{len(train):,} samples of {tokens:,} tokens, {tokens - sum(train.prompt_lengths):,} of them of "
+        f"responses; {len(held_out) if held_out else 0:,} samples held out",
+        "steps": f"{steps:,} of {samples_per_step(args):,} samples ({args.world_size} processes x {batch} x "
+        f"{args.gradient_accumulation_steps} accumulated), {steps / steps_per_epoch:.2f} epochs",
+        "presented": f"{round(tokens * steps / steps_per_epoch):,} tokens",
+        "memory": f"{_gb(sum(memory.values()))} estimated: "
+        + ", ".join(f"{_gb(part)} {name}" for name, part in memory.items()),
+        "disk": f"{disk} ({_gb(shutil.disk_usage(_existing(args.output_dir)).free)} free in `{args.output_dir}`)",
+    }
+    lines = [f"{name:<11}{text}" for name, text in rows.items()]
+    return "\n".join([*lines, "This is only the plan: leave out `plan` to train."])
+
+
+def target_folder(options: DrafterArguments) -> str:
+    """The folder or name that holds the target's configuration; the demo's target is converted when first used."""
+    return options.target or str(converted_target())
+
+
+def samples_per_step(args: FalconTrainingArguments) -> int:
+    """Samples of one step of the optimiser, on all processes."""
+    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+
+
+def training_steps(samples: int, args: FalconTrainingArguments) -> tuple[int, int]:
+    """Steps of the optimiser in an epoch and in the run, as Trainer counts them."""
+    batches = samples / args.train_batch_size
+    batches = math.floor(batches) if args.dataloader_drop_last else math.ceil(batches)
+    per_process = math.ceil(batches / args.world_size)
+    per_epoch = max(1, math.ceil(per_process / args.gradient_accumulation_steps))
+    return per_epoch, args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
+
+
+def activation_bytes(config: FalconDraftConfig, batch: int, length: int, passes: int) -> int:
+    """
+    What the backward pass needs of a batch, in bytes, as counted on drafters in float32 (mixed precision saves little:
+    norms and residuals stay). Values a token: some 10 times the hidden size around the layers, 20 for an LSTM layer,
+    11 and four times the width of the MLP for a decoder layer, and its mask.
+    """
+    hidden, group = config.hidden_size, config.num_attention_heads // config.num_key_value_heads
+    layer = 11 * hidden + 4 * config.intermediate_size + group * passes * length
+    values = hidden * (10 + 20 * config.num_lstm_layers) + config.num_hidden_layers * layer
+    return 4 * batch * length * passes * values
+
+
+def checkpoints(steps: int, steps_per_epoch: int, args: FalconTrainingArguments) -> int:
+    """Checkpoints on the disk at the end; for `save_strategy="best"`, which is not known before, one an epoch."""
+    strategy = SaveStrategy(args.save_strategy)
+    if strategy == SaveStrategy.NO:
+        return 0
+    every: float = steps_per_epoch
+    if strategy == SaveStrategy.STEPS:
+        # A fraction is one of the run.
+        every = args.save_steps if args.save_steps >= 1 else math.ceil(args.save_steps * steps)
+    written = math.ceil(steps / every)
+    return min(written, args.save_total_limit or written)
+
+
+def _existing(folder: str) -> Path:
+    path = Path(folder).absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+def _gb(size: int) -> str:
+    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"
