@@ -235,12 +235,13 @@ class FalconCandidateGenerator(CandidateGenerator):
                 log_probs, token_ids = (each[blocks, offset] for each in marginals)
             tree_round.add(log_probs, token_ids)
             branches = tree_round.branches()
-            if branches is None:
+            ends_block = offset == self._block_size - 1
+            if branches is None or (ends_block and not self._pays(branches)):
                 return None
             blocks = blocks[branches.rows]
             tokens = torch.cat((tokens[branches.rows], branches.token_ids[:, None]), dim=1)
             features = torch.cat((features, here[:, None]), dim=1)[branches.rows]
-        return _DraftedBlocks(blocks, tokens[:, 1:], features) if self._pays(branches) else None
+        return _DraftedBlocks(blocks, tokens[:, 1:], features)
 
     def _candidates(self, features: Tensor) -> tuple[Tensor, Tensor]:
         """Most probable tokens for features of shape `(..., hidden_size)`: `(..., max_children)`, best first."""
