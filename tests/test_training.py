@@ -63,6 +63,12 @@ def target():
     return tiny_target()
 
 
+@pytest.fixture(autouse=True)
+def no_plot(monkeypatch):
+    """Drawing takes longer than the tiny trainings do; the tests of the plot put it back."""
+    monkeypatch.setattr("hf_falcon.training.plot.draw", lambda log_history: None)
+
+
 def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
@@ -861,7 +867,8 @@ def test_train_command(workplace, tmp_path):
 
 
 @pytest.mark.parametrize("prompts", [0, 2])
-def test_what_a_run_leaves_to_look_at(workplace, tmp_path, capsys, prompts):
+def test_what_a_run_leaves_to_look_at(workplace, tmp_path, capsys, monkeypatch, prompts):
+    monkeypatch.setattr("hf_falcon.training.plot.draw", draw)
     options = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1, "final_tau_prompts": prompts}
     # A piece that is not the last decodes nothing.
     assert train.main(arguments(workplace, tmp_path, max_minutes=0, **options)) == 0
@@ -892,7 +899,18 @@ def test_nothing_to_plot():
     assert draw([]) is None and draw([{"step": 3, "train_loss": 1.0}]) is None
 
 
+def test_the_plot_is_drawn_anew(target, tmp_path, monkeypatch):
+    lengths = []
+    monkeypatch.setattr("hf_falcon.training.plot.draw", lambda history: lengths.append(len(history)))
+    trainer(target, tmp_path, TrainingPlot(), max_steps=3).train()
+    assert lengths == [1, 4]  # the first checkpoint, and the end with its summary
+    monkeypatch.setattr("hf_falcon.training.plot._SECONDS", -1)
+    trainer(target, tmp_path, TrainingPlot(), max_steps=3).train()
+    assert lengths[2:] == [1, 2, 3, 4]
+
+
 def test_no_plot_without_matplotlib(target, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr("hf_falcon.training.plot.draw", draw)
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     run = trainer(target, tmp_path, TrainingPlot(), max_steps=2)
     run.train()
@@ -993,7 +1011,7 @@ def test_planned_activations(lstm_layers, layers, passes):
 @pytest.mark.slow
 def test_kill_9(workplace, tmp_path):
     """Real processes and a real SIGKILL, at random moments of a run that saves after every step."""
-    options = {"max_steps": 40, "save_steps": 1, "save_total_limit": 3, "logging_steps": 1, "eval_samples": 2}
+    options = {"max_steps": 60, "save_steps": 1, "save_total_limit": 3, "logging_steps": 1, "eval_samples": 2}
     options |= {"eval_strategy": "steps", "eval_steps": 5}
     assert train.main(arguments(workplace, tmp_path / "whole", **options)) == 0
     command = [sys.executable, "-m", "hf_falcon", "train", *arguments(workplace, tmp_path / "killed", **options)]
@@ -1008,7 +1026,7 @@ def test_kill_9(workplace, tmp_path):
         finally:
             process.kill()
             process.wait()
-    assert get_last_step(tmp_path / "killed") < 40
+    assert get_last_step(tmp_path / "killed") < 60
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
 
     histories = []
@@ -1018,7 +1036,7 @@ def test_kill_9(workplace, tmp_path):
             for clock in [name for name in row if "per_second" in name or "runtime" in name]:
                 del row[clock]
         histories.append([row for row in history if "train_loss" not in row])
-    assert len(histories[0]) >= 40 and histories[0] == histories[1]
+    assert len(histories[0]) >= 60 and histories[0] == histories[1]
     whole, killed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
     assert all(torch.equal(whole[name], killed[name]) for name in whole)
 

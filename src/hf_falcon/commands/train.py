@@ -116,7 +116,8 @@ def main(argv: list[str]) -> int:
             trainer.evaluate()
         if state.global_step >= state.max_steps:
             _log_final_tau(trainer, target, drafter, held_out, options.final_tau_prompts)
-            plot.on_train_end(args, state, trainer.control)
+    # Once more, with what was measured after the training.
+    plot.on_train_end(args, state, trainer.control)
     trainer.save_state()
     return 0
 

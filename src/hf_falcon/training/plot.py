@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import io
 import logging
+import math
 import os
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,15 +19,26 @@ from .token_file import write_atomically
 logger = logging.getLogger(__name__)
 
 PLOT_NAME = "training.png"
+_SECONDS = 30
 
 
 class TrainingPlot(TrainerCallback):
-    """Draws `training.png` in the run's folder, anew at each checkpoint, evaluation and at the end."""
+    """
+    Draws `training.png` in the run's folder: anew at a checkpoint or an evaluation, if the last plot is half a minute
+    old (drawing takes about a second), and at the end.
+    """
 
     def __init__(self) -> None:
         self._is_possible = True
+        self._drawn = -math.inf
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if time.monotonic() - self._drawn > _SECONDS:
+            self.on_train_end(args, state, control)
+
+    on_evaluate = on_save
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not state.is_world_process_zero or not self._is_possible:
             return
         try:
@@ -36,8 +49,7 @@ class TrainingPlot(TrainerCallback):
             return
         if png is not None:
             write_atomically(os.path.join(args.output_dir, PLOT_NAME), png)
-
-    on_evaluate = on_train_end = on_save
+        self._drawn = time.monotonic()
 
 
 def draw(log_history: Sequence[dict[str, float]]) -> bytes | None:
