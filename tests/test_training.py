@@ -839,6 +839,7 @@ def arguments(workplace, output, **changes):
         "num_draft_layers": 1,
         "report_to": "none",
         "use_cpu": True,
+        "final_tau_prompts": 0,
         **changes,
     }
     return [word for name, value in given.items() for word in (f"--{name}", str(value))]

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -107,6 +108,8 @@ def main(argv: list[str]) -> int:
     trainer = FalconTrainer(drafter, target, args, samples, held_out, run_arguments=asdict(options))
     plot = TrainingPlot()
     trainer.add_callback(plot)
+    # Trainer makes it in one process, and the others may come here before.
+    os.makedirs(args.output_dir, exist_ok=True)
     checkpoint = args.resume_from_checkpoint or get_last_checkpoint(args.output_dir)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
