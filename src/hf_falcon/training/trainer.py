@@ -84,6 +84,11 @@ class FalconTrainingArguments(TrainingArguments):
     eval_passes: int | None = field(default=None, metadata={"help": "Draft passes unrolled on held-out samples."})
     max_minutes: float | None = field(default=None, metadata={"help": "Save and stop after this many minutes."})
 
+    def __post_init__(self) -> None:
+        # Without it, TrainingArguments refuses `bf16` where there is no accelerator.
+        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        super().__post_init__()
+
 
 class DraftSamples(Dataset):
     """Samples of a token file, cut to `max_length` tokens, with their features where these are stored."""
