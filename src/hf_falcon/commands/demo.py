@@ -50,7 +50,7 @@ class DemoArguments:
         default=None,
         metadata={"help": "Draft tokens that the target verifies a round, in place of the drafter's own."},
     )
-    repeats: int = field(default=3, metadata={"help": "Timed runs of each kind; the median counts."})
+    repeats: int = field(default=2, metadata={"help": "Timed runs of each kind; the median counts."})
     dtype: str = field(
         default="auto", metadata={"help": "auto (the fastest on the device), float32, bfloat16 or float16."}
     )
