@@ -2,6 +2,11 @@
 """Fixtures of several test modules."""
 
 import logging
+import os
+
+# Before torch is imported, and for the processes that tests start: models this small gain nothing from threads, and
+# processes that fight for the cores lose a great deal.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from transformers.utils import logging as transformers_logging
