@@ -86,7 +86,8 @@ class FalconTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         # Without it, TrainingArguments refuses `bf16` where there is no accelerator.
-        self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
+        if not torch.accelerator.is_available():
+            self.use_cpu = True
         super().__post_init__()
 
 
