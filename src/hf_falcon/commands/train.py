@@ -33,7 +33,8 @@ class DrafterArguments:
         data (`list[str]`): token files of `hf-falcon prepare`.
         target (`str`, *optional*): name or folder of the target; the demo's target if left out.
         init_from (`str`, *optional*): a drafter to start from instead of new weights.
-        block_size, num_lstm_layers, num_draft_layers, conditioning_size, draft_vocab_size: see [`FalconDraftConfig`].
+        block_size, num_lstm_layers, num_draft_layers, conditioning_size, feature_layers, draft_vocab_size:
+            See [`FalconDraftConfig`].
 
     > Parameters that control the data
 
@@ -60,6 +61,9 @@ class DrafterArguments:
     num_draft_layers: int = field(default=2, metadata={"help": "Decoder layers of the drafter."})
     conditioning_size: int = field(
         default=0, metadata={"help": "Width of the MLP that couples the tokens of a block; 0 for none."}
+    )
+    feature_layers: list[int] = field(
+        default_factory=list, metadata={"help": "Layers of the target that are read beside its feature."}
     )
     draft_vocab_size: int | None = field(default=None, metadata={"help": "Tokens that the drafter scores."})
     max_length: int = field(default=512, metadata={"help": "Longer samples are cut."})
@@ -103,7 +107,9 @@ def main(argv: list[str]) -> int:
     target, _ = load_target(options.target, options.target_dtype or "auto", str(args.device))
     _check_vocabulary(data, target.config.get_text_config().vocab_size)
     drafter = _drafter(options, target, data)
-    stored = None if options.features_dir is None else StoredFeatures(options.features_dir, target, data)
+    stored = None
+    if options.features_dir is not None:
+        stored = StoredFeatures(options.features_dir, target, data, drafter.config.feature_layers)
     samples, held_out = _split(options, data, stored)
     trainer = FalconTrainer(drafter, target, args, samples, held_out, run_arguments=asdict(options))
     plot = TrainingPlot()
@@ -174,6 +180,7 @@ def _config(options: DrafterArguments, target: PreTrainedModel | PreTrainedConfi
         num_lstm_layers=options.num_lstm_layers,
         num_hidden_layers=options.num_draft_layers,
         conditioning_size=options.conditioning_size,
+        feature_layers=options.feature_layers,
         draft_vocab_size=options.draft_vocab_size,
     )
 

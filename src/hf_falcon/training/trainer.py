@@ -263,7 +263,9 @@ class FalconTrainer(Trainer):
         """See [`~transformers.Trainer.compute_loss`]."""
         features = inputs.get("features")
         if features is None:
-            features = target_features(self._target, inputs["token_ids"], inputs["valid"])
+            features = target_features(
+                self._target, inputs["token_ids"], inputs["valid"], self._drafter.config.feature_layers
+            )
         batch = DraftBatch(features, inputs["token_ids"], inputs["valid"], inputs["response"])
         # Chance depends on the step alone, so that a resumed run makes the same draws.
         step, rank = self.state.global_step, self.args.process_index
