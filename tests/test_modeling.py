@@ -424,6 +424,8 @@ def test_weights_of_another_shape(target, tmp_path, options):
         ({"block_size": 0}, "`block_size` is 0: set it to an integer of at least 1"),
         ({"block_size": 1.5}, "`block_size` is 1.5"),
         ({"block_size": True}, "`block_size` is True"),
+        ({"feature_layers": [1, 1]}, "`feature_layers` is \\[1, 1\\]: give different layers"),
+        ({"feature_layers": [-1]}, "`feature_layers` is \\[-1\\]: .* counted from 0"),
         ({"num_lstm_layers": -1}, "`num_lstm_layers` is -1: .* at least 0"),
         ({"num_hidden_layers": 0}, "`num_hidden_layers` is 0"),
         ({"hidden_size": 0}, "`hidden_size` is 0"),
@@ -438,6 +440,11 @@ def test_weights_of_another_shape(target, tmp_path, options):
 def test_config_refuses(changes, message):
     with pytest.raises(ValueError, match=message):
         FalconDraftConfig(**changes)
+
+
+def test_layers_that_the_target_lacks(target):
+    with pytest.raises(ValueError, match=r"`feature_layers` is \[2\], but LlamaForCausalLM has 2 decoder layers"):
+        FalconCandidateGenerator(tiny_drafter(target, feature_layers=[2]), target)
 
 
 def test_config_from_target(target):

@@ -125,7 +125,7 @@ class FeatureTap:
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] = ()):
         # Not `base_model`: OPT's language model calls the decoder inside it directly.
         self._decoder = model.get_decoder()
-        self._layers = _decoder_layers(model, layers)
+        self._layers = decoder_layers(model, layers)
         self._thread = threading.get_ident()
         self._outputs: list[Tensor] = []
         self._collected: list[Tensor] = []
@@ -164,7 +164,7 @@ class FeatureTap:
             self._outputs.append(output[0] if isinstance(output, tuple) else output)
 
 
-def _decoder_layers(model: PreTrainedModel, wanted: Sequence[int]) -> list[nn.Module]:
+def decoder_layers(model: PreTrainedModel, wanted: Sequence[int]) -> list[nn.Module]:
     """
     Some of a model's decoder layers.
 
