@@ -336,6 +336,26 @@ def test_a_drafter_can_learn(target, block_size, lstm_layers, passes, option):
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in drafter.parameters())
 
 
+@pytest.mark.parametrize("block_size, passes", [(1, 1), (2, 3)])
+def test_checkpointed_activations(target, block_size, passes):
+    """The same loss and gradients, from activations that are computed twice."""
+    found = []
+    for checkpointed in (False, True):
+        drafter = tiny_drafter(target, block_size=block_size, num_lstm_layers=0).train()
+        if checkpointed:
+            drafter.gradient_checkpointing_enable()
+        runs = []
+        for layer in drafter.layers:
+            layer.input_layernorm.register_forward_hook(lambda module, *_, runs=runs: runs.append(module))
+        result = draft_loss(
+            drafter, BorrowedHead(drafter, target), draft_batch(target), seeded(), WEIGHTS, passes=passes
+        )
+        result.loss.backward()
+        found.append([result.loss.detach(), *(parameter.grad for parameter in drafter.parameters())])
+        assert len(runs) == passes * len(drafter.layers) * (1 + checkpointed)
+    torch.testing.assert_close(*found)
+
+
 def test_layers_started_from_the_target(target):
     drafter = tiny_drafter(target, num_hidden_layers=1, scale=0)
     start_from_target_layers(drafter, target)
@@ -895,7 +915,10 @@ def test_train_command(workplace, tmp_path):
     torch.testing.assert_close(end, start, rtol=0, atol=1e-3)
 
     # A drafter to start from.
-    assert train.main(arguments(workplace, tmp_path / "next", init_from=output, max_steps=1)) == 0
+    assert (
+        train.main(arguments(workplace, tmp_path / "next", init_from=output, max_steps=1, gradient_checkpointing=True))
+        == 0
+    )
     assert FalconDraftModel.from_pretrained(tmp_path / "next").config.block_size == 3
     with pytest.raises(ValueError, match="`init_layers_from_target` is set and `init_from` is"):
         train.main(arguments(workplace, tmp_path / "next", init_from=output, init_layers_from_target=True))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .configuration_falcon_draft import FalconDraftConfig
 from .hook import install
@@ -122,7 +123,7 @@ class FalconMLP(nn.Module):
         return self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
-class FalconDecoderLayer(nn.Module):
+class FalconDecoderLayer(GradientCheckpointingLayer):
     """Pre-norm decoder layer."""
 
     def __init__(self, config: FalconDraftConfig, layer: int):
@@ -216,6 +217,7 @@ class FalconDraftModel(PreTrainedModel):
     base_model_prefix = "drafter"
     main_input_name = "features"
     _no_split_modules = ["FalconDecoderLayer"]
+    supports_gradient_checkpointing = True
     # The hook knows a drafter by this mark and not by its class: code loaded from the Hub is another module.
     is_falcon_drafter = True
 

@@ -190,8 +190,9 @@ def draft_loss(
         given_embeds = torch.where(glanced[..., None], shift_left(embeds, block_size), embeds)
 
     regression, distillation, correct, counts = [], [], [], []
-    cache = TrainingCache(drafter.config.num_hidden_layers) if passes > 1 else None
+    cache = None
     for index in range(1, passes + 1):
+        cache = TrainingCache(cache) if passes > 1 else None
         predicted = _draft_pass(drafter, given, given_embeds, block_ids, batch.valid, index, cache)
         predicted = drafter.condition(predicted, previous)
         # The next pass glances at nothing. Feature i was predicted at i - k; the first k positions were not predicted.

@@ -166,6 +166,13 @@ class DraftObjective(nn.Module):
         self._head = head
         self._args = args
 
+    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
+        self.drafter.gradient_checkpointing_enable(**kwargs)
+
+    def activation_checkpointing_enable(self, **kwargs: Any) -> None:
+        """As transformers calls it since 5.20."""
+        self.drafter.activation_checkpointing_enable(**kwargs)
+
     def forward(self, batch: DraftBatch, generator: torch.Generator, glancing_ratio: float) -> DraftLoss:
         args = self._args
         return draft_loss(
