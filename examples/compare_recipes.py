@@ -18,24 +18,23 @@ PAPER = "--block_size 2 --num_lstm_layers 2"
 LINEAR = "--num_lstm_layers 0 --distillation_weight 1"
 RECIPES = {
     "paper: k = 2, LSTM, CSGD": PAPER,
-    "without glancing": f"{PAPER} --glancing_ratio 0",
+    "without CSGD (no glancing)": f"{PAPER} --glancing_ratio 0",
     "k = 3": f"{PAPER} --block_size 3",
     "k = 4": f"{PAPER} --block_size 4",
-    "k = 1": f"{PAPER} --block_size 1",
     "k = 1, linear fusion (EAGLE)": "--block_size 1 --num_lstm_layers 0",
-    "k = 1, linear, distillation weight 1": f"--block_size 1 {LINEAR}",
-    "+ layers started from the target's": f"--block_size 1 {LINEAR} --init_layers_from_target true",
-    "+ 3 unrolled passes": f"--block_size 1 {LINEAR} --unroll_passes 3",
-    "+ 3 unrolled passes, 3 target layers": f"--block_size 1 {LINEAR} --unroll_passes 3 --feature_layers 2 14 26",
-    "the same without regression": f"--block_size 1 {LINEAR} --unroll_passes 3 --feature_layers 2 14 26 "
+    "A: the same, distillation weight 1": f"--block_size 1 {LINEAR}",
+    "A, layers started from the target's": f"--block_size 1 {LINEAR} --init_layers_from_target true",
+    "B: A, 3 unrolled passes": f"--block_size 1 {LINEAR} --unroll_passes 3",
+    "B, 3 more target layers": f"--block_size 1 {LINEAR} --unroll_passes 3 --feature_layers 2 14 26",
+    "B, 3 more target layers, no regression": f"--block_size 1 {LINEAR} --unroll_passes 3 --feature_layers 2 14 26 "
     "--regression_weight 0",
-    "k = 2, linear, distillation weight 1": f"--block_size 2 {LINEAR}",
-    "+ conditioned blocks": f"--block_size 2 {LINEAR} --conditioning_size 576",
+    "C: k = 2, linear, distillation weight 1": f"--block_size 2 {LINEAR}",
+    "C, conditioned blocks": f"--block_size 2 {LINEAR} --conditioning_size 576",
 }
 DEPTH, NODES = 4, 24
 # One seed: every recipe sees the same samples in the same order.
 TRAINING = (
-    "--per_device_train_batch_size 8 --learning_rate 8e-4 --warmup_steps 30 --lr_scheduler_type cosine --bf16 "
+    "--per_device_train_batch_size 8 --learning_rate 8e-4 --warmup_steps 20 --lr_scheduler_type cosine --bf16 "
     "--seed 1 --draft_vocab_size 8192 --eval_samples 32 --final_tau_prompts 0 --save_steps 100 --save_total_limit 1 "
     "--report_to none"
 )
@@ -48,8 +47,8 @@ def main() -> None:
     parser.add_argument("--output_dir", type=Path, default=Path("runs/recipes"))
     parser.add_argument("--target", help="target, from the Hub or a folder; the demo's if left out")
     parser.add_argument("--features_dir", help="keep the target's features here, for recipes that read no other layer")
-    parser.add_argument("--max_steps", default="200", help="steps of 8 samples")
-    parser.add_argument("--limit", default="5", help="prompts of each file")
+    parser.add_argument("--max_steps", default="100", help="steps of 8 samples")
+    parser.add_argument("--limit", default="3", help="prompts of each file")
     parser.add_argument("--max_new_tokens", default="64", help="new tokens a prompt")
     arguments = parser.parse_args()
     print("| recipe | right at depth 1, 2, 3, 4 | tau, chain | tau, tree |\n| --- | --- | --- | --- |", flush=True)
