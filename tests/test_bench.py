@@ -4,6 +4,7 @@
 import json
 from types import SimpleNamespace
 
+import draft_fixtures
 import pytest
 import torch
 from tiny_models import tiny_drafter, tiny_target, tiny_tokenizer
@@ -12,6 +13,7 @@ from hf_falcon.bench import methods, report
 from hf_falcon.bench.metrics import first_difference, summarise
 from hf_falcon.bench.prompts import read_turns
 from hf_falcon.bench.runner import Benchmark
+from hf_falcon.bench.scaled import Shape, scaled_drafter, scaled_target
 from hf_falcon.bench.traces import TRACES_NAME, Trace, TraceFile
 from hf_falcon.commands import bench
 
@@ -339,3 +341,47 @@ def test_bench_fails_where_float32_differs(arguments, monkeypatch, capsys):
 def test_wrong_bench_arguments(arguments, words, message):
     with pytest.raises(ValueError, match=message):
         bench.main([*arguments, *words])
+
+
+# Scale.
+
+SHAPE = Shape(96, 160, 5, 12, 4, 32)
+
+
+@pytest.mark.parametrize("shape", [SHAPE, Shape(64, 64, 2, 8, 8, 16), Shape(64, 64, 4, 4, 2, 8)])
+@pytest.mark.parametrize("block_size", [1, 2])
+def test_scaled_models_are_the_same_functions(shape, block_size):
+    target = draft_fixtures.tiny_target(head_dim=8)
+    large = scaled_target(target, shape)
+    assert large.config.hidden_size == shape.hidden_size
+    assert large.model.layers[0].self_attn.q_proj.weight.shape == (
+        shape.num_attention_heads * shape.head_dim,
+        shape.hidden_size,
+    )
+    tokens = draft_fixtures.random_tokens(1, 30)
+    with torch.no_grad():
+        torch.testing.assert_close(large(tokens).logits, target(tokens).logits, rtol=1e-4, atol=1e-4)
+
+    drafter = draft_fixtures.tiny_drafter(target, num_lstm_layers=0, block_size=block_size, draft_vocab_size=30)
+    drafter.generation_config.num_assistant_tokens = 5
+    large_drafter = scaled_drafter(drafter, large, shape)
+    settings = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
+    small = target.generate(tokens, assistant_model=drafter, **settings)
+    scaled = large.generate(tokens, assistant_model=large_drafter, **settings)
+    assert scaled.sequences.tolist() == small.sequences.tolist()
+    assert scaled.draft_statistics.accepted_by_depth == small.draft_statistics.accepted_by_depth
+    assert scaled.draft_statistics.drafted_tokens == small.draft_statistics.drafted_tokens
+
+
+def test_what_cannot_be_scaled():
+    target = draft_fixtures.tiny_target(head_dim=8)
+    with pytest.raises(ValueError, match="only Llama models"):
+        scaled_target(draft_fixtures.tiny_target("gpt2"), SHAPE)
+    with pytest.raises(ValueError, match="does not fit"):
+        scaled_target(target, Shape(16, 160, 5, 12, 4, 32))
+    with pytest.raises(ValueError, match="do not fit into the heads"):
+        scaled_target(target, Shape(64, 64, 2, 1, 1, 8))
+    with pytest.raises(ValueError, match="does not divide the shape's, 12"):
+        scaled_target(target, Shape(64, 64, 2, 8, 4, 12))
+    with pytest.raises(ValueError, match="`num_lstm_layers` 2"):
+        scaled_drafter(draft_fixtures.tiny_drafter(target, num_lstm_layers=2), target, SHAPE)
