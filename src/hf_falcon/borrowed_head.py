@@ -21,12 +21,13 @@ class BorrowedHead:
     Args:
         drafter ([`FalconDraftModel`]): the drafter that borrows.
         target ([`PreTrainedModel`]): the target, a causal language model.
+        dtype (`torch.dtype`, *optional*): dtype of the head; the drafter's if left out.
 
     Raises:
         `ValueError`: if the drafter was made for a target of another kind or shape.
     """
 
-    def __init__(self, drafter: FalconDraftModel, target: PreTrainedModel):
+    def __init__(self, drafter: FalconDraftModel, target: PreTrainedModel, dtype: torch.dtype | None = None):
         check_target(drafter, target)
         config = drafter.config
         output = target.get_output_embeddings()
@@ -37,7 +38,7 @@ class BorrowedHead:
             self.vocab_ids = drafter.draft_vocab_ids.to(weight.device)
             weight = weight[self.vocab_ids]
             bias = None if bias is None else bias[self.vocab_ids]
-        dtype = drafter.norm.weight.dtype
+        dtype = dtype or drafter.norm.weight.dtype
         self._weight = weight.detach().to(dtype)
         self._bias = None if bias is None else bias.detach().to(dtype)
         self.draft_vocab_size = self._weight.shape[0]

@@ -232,8 +232,10 @@ class FalconTrainer(Trainer):
             "arguments": {**(run_arguments or {}), **args.to_dict()},
             "seed": args.seed,
         }
+        # Autocast would cast a head in float32 anew for every chunk of logits: it keeps only casts of what is trained.
+        computed_in = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         super().__init__(
-            model=DraftObjective(drafter, BorrowedHead(drafter, target), args),
+            model=DraftObjective(drafter, BorrowedHead(drafter, target, computed_in), args),
             args=args,
             data_collator=collate,
             train_dataset=train_dataset,
