@@ -256,7 +256,7 @@ class FalconTrainer(Trainer):
             self.add_callback(_DraftProgress())
         self.add_callback(_Epoch())
         if args.max_minutes is not None:
-            self.add_callback(_TimeLimit(args.max_minutes))
+            self.add_callback(_TimeLimit(args.max_minutes, self._add_processes))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         """See [`~transformers.Trainer.train`]. A finished run stays as it is: Trainer would add a step to it."""
@@ -502,12 +502,13 @@ class _Epoch(TrainerCallback):
 
 
 class _TimeLimit(TrainerCallback):
-    """Saves and stops when the time is up."""
+    """Saves and stops when the time of a process is up: all stop at the same step, or some would wait for ever."""
 
-    def __init__(self, minutes: float):
+    def __init__(self, minutes: float, add_processes: Callable[[Tensor], Tensor]):
         self._end = time.monotonic() + 60 * minutes
+        self._add_processes = add_processes
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if time.monotonic() > self._end:
+        if self._add_processes(torch.tensor(int(time.monotonic() > self._end))) > 0:
             control.should_save = True
             control.should_training_stop = True
