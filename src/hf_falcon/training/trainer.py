@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.utils.data import Dataset, Sampler
 from transformers import (
     PreTrainedModel,
@@ -428,7 +429,10 @@ class FalconTrainer(Trainer):
         # The run's folder may hold the drafter of an earlier piece: it stays whole until the new one is.
         scratch = scratch_folder(folder)
         empty(scratch)
-        self._drafter.save_pretrained(scratch)
+        if state_dict is not None:
+            # FSDP's, gathered from all processes; that of the objective.
+            state_dict = {name.removeprefix("drafter."): tensor for name, tensor in state_dict.items()}
+        self._drafter.save_pretrained(scratch, state_dict=state_dict)
         progress = {"steps": self.state.global_step, "tokens_seen": self.state.num_input_tokens_seen}
         text = json.dumps({**self._provenance, **progress}, indent=2, default=str)
         (scratch / PROVENANCE_NAME).write_text(text + "\n", encoding="utf-8")
@@ -436,7 +440,9 @@ class FalconTrainer(Trainer):
         scratch.rmdir()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._drafter.load_state_dict(load_file(os.path.join(resume_from_checkpoint, "model.safetensors")))
+        weights: dict[str, Any] = load_file(os.path.join(resume_from_checkpoint, "model.safetensors"))
+        # Not `load_state_dict`, which knows nothing of FSDP's shards.
+        set_model_state_dict(self._drafter, weights, options=StateDictOptions(full_state_dict=True))
 
 
 class _RunningSums:
