@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from oracle import use_oracle
-from tiny_models import ROPE_SCALED, TARGETS, prompt, tiny_drafter, tiny_target
+from tiny_models import EXTRAS, ROPE_SCALED, TARGETS, prompt, tiny_drafter, tiny_target
 from transformers import PreTrainedModel
 
 NEW_TOKENS = 34
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
     block_size: int
     num_lstm_layers: int
-    conditioning_size: int
+    extra: str
     tree: str
     nodes: int
     prompt_length: int
@@ -52,7 +52,7 @@ class Case(NamedTuple):
 VALUES = Case(
     block_size=(1, 2, 3, 4),
     num_lstm_layers=(0, 1, 2),
-    conditioning_size=(0, 24),
+    extra=tuple(EXTRAS),
     tree=("dynamic", "static", "own"),
     nodes=(1, 2, 3, 6, 16, 64),
     prompt_length=(1, 2, 5, 8, 20, 40),
@@ -91,7 +91,7 @@ def plain(name: str, prompt_length: int, settings: tuple = (), seed: int = 0) ->
 def check(monkeypatch, name: str, case: Case, settings: tuple = (), seed: int = 0) -> None:
     """Compares assisted with plain generation, and what was accepted with what the draft knew."""
     target = fresh_target(name)
-    drafter = tiny_drafter(target, case.block_size, case.num_lstm_layers, case.conditioning_size, **options_of(case))
+    drafter = tiny_drafter(target, case.block_size, case.num_lstm_layers, case.extra, **options_of(case))
     expected = plain(name, case.prompt_length, settings, seed)
     draft = DRAFTS[case.draft]
     made = [] if draft is None else use_oracle(monkeypatch, expected, seed=seed, **draft)
@@ -155,9 +155,9 @@ def test_changing_rotary_frequencies(name, monkeypatch):
 @pytest.mark.parametrize("block_size", VALUES.block_size)
 @pytest.mark.parametrize("name", [*TARGETS, *ROPE_SCALED])
 def test_greedy_equals_plain_for_all(name, block_size, num_lstm_layers, tree, monkeypatch):
-    lengths, conditioning = itertools.cycle(VALUES.prompt_length), itertools.cycle((0, 24, 24, 0, 0))
+    lengths, extras = itertools.cycle(VALUES.prompt_length), itertools.cycle(("nothing", "nothing", *VALUES.extra))
     for nodes, draft in itertools.product((1, 6, 64), DRAFTS):
-        case = Case(block_size, num_lstm_layers, next(conditioning), tree, nodes, next(lengths), draft)
+        case = Case(block_size, num_lstm_layers, next(extras), tree, nodes, next(lengths), draft)
         check(monkeypatch, name, case)
 
 

@@ -7,6 +7,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from draft_fixtures import HIDDEN, VOCAB, random_tokens, tiny_drafter, tiny_target
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel
@@ -37,7 +38,8 @@ class Drafting:
         self.generator = FalconCandidateGenerator(self.drafter, target, options)
         self.first_position = first_position
         self.tokens = random_tokens(1, length + 1)
-        self.features = target_features(target, self.tokens, torch.ones_like(self.tokens, dtype=torch.bool))
+        valid = torch.ones_like(self.tokens, dtype=torch.bool)
+        self.features = target_features(target, self.tokens, valid, self.drafter.config.feature_layers)
         self.predictions, self.drafted = [], []
         if monkeypatch is not None:
             self._record(monkeypatch)
@@ -98,10 +100,15 @@ class Drafting:
                         expected = self.drafter.condition(predicted, self.generator.head.embed(previous))
                     close(features[0], expected)
                 expected = self.whole(
-                    torch.cat((self.features[:, :known], torch.cat(features)[None]), dim=1),
+                    torch.cat((self.features[:, :known], widened(torch.cat(features)[None], self.features)), dim=1),
                     torch.cat((self.tokens[:, 1 : known + 1], torch.cat(tokens)[None]), dim=1),
                 )
                 close(predictions[number][branch], expected[0, -self.size :])
+
+
+def widened(predicted, features):
+    """Predictions as wide as `features`: to the drafter, no outputs of the target's layers are outputs of zero."""
+    return F.pad(predicted, (0, features.shape[-1] - predicted.shape[-1]))
 
 
 def close(actual, expected, tolerance=1e-5):
@@ -129,9 +136,11 @@ def test_forwards_agree(target, monkeypatch, block_size, lstm_layers, anchor):
 
 
 @pytest.mark.parametrize("block_size, lstm_layers", [(2, 0), (3, 2), (4, 1)])
-def test_conditioned_branches(target, monkeypatch, block_size, lstm_layers):
-    drafting = Drafting(target, monkeypatch, block_size=block_size, num_lstm_layers=lstm_layers, conditioning_size=24)
-    drafting.commit(0, 13)
+@pytest.mark.parametrize("option", [{"conditioning_size": 24}, {"feature_layers": [1, 0]}])
+def test_forwards_agree_with_options(target, monkeypatch, block_size, lstm_layers, option):
+    drafting = Drafting(target, monkeypatch, block_size=block_size, num_lstm_layers=lstm_layers, **option)
+    expected = drafting.whole(drafting.features[:, :13], drafting.tokens[:, 1:14])
+    close(drafting.commit(0, 13), expected[:, -block_size:])
     drafting.propose()
     assert len(drafting.drafted) == 2
     drafting.check_branches(13)
@@ -415,6 +424,8 @@ def test_weights_of_another_shape(target, tmp_path, options):
         ({"block_size": 0}, "`block_size` is 0: set it to an integer of at least 1"),
         ({"block_size": 1.5}, "`block_size` is 1.5"),
         ({"block_size": True}, "`block_size` is True"),
+        ({"feature_layers": [1, 1]}, "`feature_layers` is \\[1, 1\\]: give different layers"),
+        ({"feature_layers": [-1]}, "`feature_layers` is \\[-1\\]: .* counted from 0"),
         ({"num_lstm_layers": -1}, "`num_lstm_layers` is -1: .* at least 0"),
         ({"num_hidden_layers": 0}, "`num_hidden_layers` is 0"),
         ({"hidden_size": 0}, "`hidden_size` is 0"),
@@ -429,6 +440,11 @@ def test_weights_of_another_shape(target, tmp_path, options):
 def test_config_refuses(changes, message):
     with pytest.raises(ValueError, match=message):
         FalconDraftConfig(**changes)
+
+
+def test_layers_that_the_target_lacks(target):
+    with pytest.raises(ValueError, match=r"`feature_layers` is \[2\], but LlamaForCausalLM has 2 decoder layers"):
+        FalconCandidateGenerator(tiny_drafter(target, feature_layers=[2]), target)
 
 
 def test_config_from_target(target):

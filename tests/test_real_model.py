@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from tiny_models import tiny_drafter
+from transformers.generation.streamers import BaseStreamer
 
 from hf_falcon import FalconCandidateGenerator
 from hf_falcon.commands.models import encode, load_drafter, load_target, shipped_drafter
@@ -75,6 +76,43 @@ def test_text_equals_plain(text, do_sample, models, new_tokens):
     assert statistics.new_tokens == expected.sequences.shape[1] - inputs["input_ids"].shape[1]
     if os.path.isdir(shipped_drafter()) and not do_sample:
         assert statistics.tau > 0.5, "the shipped drafter is of use"
+
+
+@pytest.mark.parametrize("text", prompts()[:4], ids=lambda text: text[:24])
+def test_the_end_is_where_plain_ends(text, models):
+    """EOS, stop strings and budgets that fall inside accepted paths, and what a streamer is given by then."""
+    target, tokenizer, drafter = models
+    inputs = encode(tokenizer, text, target.device)
+    start = inputs["input_ids"].shape[1]
+    tokens = target.generate(**inputs, do_sample=False, max_new_tokens=NEW_TOKENS)[0, start:].tolist()
+    written = tokenizer.decode(tokens)
+    ends = [{"eos_token_id": [tokenizer.eos_token_id, tokens[place]]} for place in range(5, 20, 3)]
+    ends += [{"stop_strings": [written[place : place + 7]], "tokenizer": tokenizer} for place in range(20, 80, 12)]
+    ends += [{"max_new_tokens": count} for count in (1, 2, 5)]
+    for end in ends:
+        given = []
+        for assistant in ({"assistant_model": drafter}, {}):
+            streamer = Tape()
+            output = target.generate(
+                **inputs, **assistant, **{"do_sample": False, "max_new_tokens": NEW_TOKENS, **end}, streamer=streamer
+            )
+            assert output[0].tolist() == streamer.tokens
+            given.append(streamer.tokens)
+        assert given[0] == given[1]
+        assert "max_new_tokens" in end or len(given[0]) < start + NEW_TOKENS
+
+
+class Tape(BaseStreamer):
+    """Remembers the tokens that it is given."""
+
+    def __init__(self):
+        self.tokens: list[int] = []
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        pass
 
 
 def test_weights_are_in_fp32(models):

@@ -47,6 +47,7 @@ from hf_falcon.training.features import StoredFeatures, feature_statistics, targ
 from hf_falcon.training.final_tau import decoded_tau
 from hf_falcon.training.plot import TrainingPlot, draw
 from hf_falcon.training.provenance import git_revision
+from hf_falcon.training.target_layers import start_from_target_layers
 from hf_falcon.training.token_file import TokenFile
 from hf_falcon.training.trainer import (
     FILLER,
@@ -88,13 +89,13 @@ def token_file(samples=7, seed=5, lengths=(10, 20), prompt=4) -> TokenFile:
     return TokenFile.from_samples(tokens, [prompt] * samples, [0.0] * samples, VOCAB)
 
 
-def draft_batch(target, lengths=(24, 17, 21), prompts=(12, 13, 20)) -> DraftBatch:
+def draft_batch(target, lengths=(24, 17, 21), prompts=(12, 13, 20), layers=()) -> DraftBatch:
     samples = [
         {"sample": i, "token_ids": random_tokens(n, seed=n), "prompt_length": p}
         for i, (n, p) in enumerate(zip(lengths, prompts))
     ]
     fields = collate(samples)
-    return DraftBatch(target_features(target, fields["token_ids"], fields["valid"]), **fields)
+    return DraftBatch(target_features(target, fields["token_ids"], fields["valid"], layers), **fields)
 
 
 # The pieces of the loss.
@@ -203,21 +204,22 @@ def plain_loss(drafter, head, batch, offsets, glanced, passes):
     positions, wrong = 0, []
     for row, offset in enumerate(offsets):
         length = int(batch.valid[row].sum())
-        truth, tokens = batch.features[row, :length], batch.token_ids[row, :length]
+        wide, tokens = batch.features[row, :length], batch.token_ids[row, :length]
+        truth = wide[:, :HIDDEN]
         judged = [i for i in range(length - k - 1) if batch.response[row, i + k + 1]]
         embeds = head.embed(torch.cat((tokens[1:], tokens.new_zeros(1))))
         blocks = (torch.arange(length) + offset) // k
         # What each prediction is conditioned on: the token before the one that is read from it.
         previous = torch.cat((embeds[k - 1 :], embeds.new_zeros(k - 1, HIDDEN)))
-        clean = drafter.condition(drafter(truth[None], embeds[None], blocks[None])[0], previous)
+        clean = drafter.condition(drafter(wide[None], embeds[None], blocks[None])[0], previous)
         wrong.append(
             sum(int(head.logits(clean[i]).argmax()) != int(head.logits(truth[i + k]).argmax()) for i in judged)
         )
 
-        given, given_embeds = truth.clone(), embeds.clone()
+        given, given_embeds = wide.clone(), embeds.clone()
         for i in judged:
             if glanced[row, i]:
-                given[i], given_embeds[i] = truth[i + k], embeds[i + k]
+                given[i], given_embeds[i] = wide[i + k], embeds[i + k]
         # What pass p reads at each position: true features, or what pass p - 1 predicted for it.
         inputs = [given]
         for number in range(1, passes + 1):
@@ -250,7 +252,8 @@ def plain_loss(drafter, head, batch, offsets, glanced, passes):
                 better = int((log_q > log_q[best]).sum())
                 hits[depth] += torch.tensor([better == 0, better < 3, better < 8])
             positions += len(judged)
-            inputs.append(torch.cat((inputs[-1][:k], predicted[:-k])))
+            # The target's layers say nothing of what is drafted.
+            inputs.append(F.pad(torch.cat((truth[:k], predicted[:-k])), (0, wide.shape[-1] - HIDDEN)))
     regression, divergence = (sums / positions).tolist()
     loss = WEIGHTS.regression * regression + WEIGHTS.distillation * divergence
     return loss, regression, divergence, hits, counts, wrong
@@ -261,10 +264,11 @@ def plain_loss(drafter, head, batch, offsets, glanced, passes):
     [(1, 0, 1), (2, 0, 1), (3, 0, 1), (1, 2, 1), (2, 1, 1), (3, 2, 1), (1, 0, 2), (2, 0, 2), (2, 0, 3), (3, 0, 2)],
 )
 @pytest.mark.parametrize("glancing", [False, True])
-@pytest.mark.parametrize("conditioning", [0, 24])
-def test_draft_loss(target, monkeypatch, block_size, lstm_layers, passes, glancing, conditioning):
-    drafter = tiny_drafter(target, block_size=block_size, num_lstm_layers=lstm_layers, conditioning_size=conditioning)
-    head, batch, offsets = BorrowedHead(drafter, target), draft_batch(target), [0, 1 % block_size, block_size - 1]
+@pytest.mark.parametrize("option", [{}, {"conditioning_size": 24}, {"feature_layers": [0, 1]}])
+def test_draft_loss(target, monkeypatch, block_size, lstm_layers, passes, glancing, option):
+    drafter = tiny_drafter(target, block_size=block_size, num_lstm_layers=lstm_layers, **option)
+    batch = draft_batch(target, layers=drafter.config.feature_layers)
+    head, offsets = BorrowedHead(drafter, target), [0, 1 % block_size, block_size - 1]
     shifted = torch.arange(batch.token_ids.shape[1])[None] + torch.tensor(offsets)[:, None]
     monkeypatch.setattr(csgd, "random_blocks", lambda *_: (shifted // block_size, shifted % block_size))
     glanced, distances = torch.zeros_like(batch.valid), []
@@ -315,13 +319,20 @@ def test_a_batch_without_anything_to_learn(target):
 
 
 @pytest.mark.parametrize(
-    "block_size, lstm_layers, conditioning, passes",
-    [(1, 0, 0, 1), (2, 0, 0, 1), (1, 2, 0, 1), (2, 2, 0, 1), (2, 0, 0, 2), (2, 0, 24, 1)],
+    "block_size, lstm_layers, passes, option",
+    [
+        (1, 0, 1, {}),
+        (2, 0, 1, {}),
+        (1, 2, 1, {}),
+        (2, 2, 1, {}),
+        (2, 0, 2, {}),
+        (2, 0, 1, {"conditioning_size": 24}),
+        (1, 0, 2, {"feature_layers": [0, 1]}),
+    ],
 )
-def test_a_drafter_can_learn(target, block_size, lstm_layers, conditioning, passes):
-    sizes = {"block_size": block_size, "num_lstm_layers": lstm_layers, "conditioning_size": conditioning}
-    drafter = tiny_drafter(target, scale=0, **sizes).train()
-    head, batch = BorrowedHead(drafter, target), draft_batch(target)
+def test_a_drafter_can_learn(target, block_size, lstm_layers, passes, option):
+    drafter = tiny_drafter(target, scale=0, block_size=block_size, num_lstm_layers=lstm_layers, **option).train()
+    head, batch = BorrowedHead(drafter, target), draft_batch(target, layers=drafter.config.feature_layers)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3, weight_decay=0.0)
     losses = []
     for step in range(150):
@@ -333,6 +344,41 @@ def test_a_drafter_can_learn(target, block_size, lstm_layers, conditioning, pass
     assert sum(losses[-5:]) < 0.25 * sum(losses[:5])
     assert (result.correct[:, 0] / result.counts > 0.8).all()
     assert all(parameter.grad is not None and parameter.grad.any() for parameter in drafter.parameters())
+
+
+@pytest.mark.parametrize("block_size, passes", [(1, 1), (2, 3)])
+def test_checkpointed_activations(target, block_size, passes):
+    """The same loss and gradients, from activations that are computed twice."""
+    found = []
+    for checkpointed in (False, True):
+        drafter = tiny_drafter(target, block_size=block_size, num_lstm_layers=0).train()
+        if checkpointed:
+            drafter.gradient_checkpointing_enable()
+        runs = []
+        for layer in drafter.layers:
+            layer.input_layernorm.register_forward_hook(lambda module, *_, runs=runs: runs.append(module))
+        result = draft_loss(
+            drafter, BorrowedHead(drafter, target), draft_batch(target), seeded(), WEIGHTS, passes=passes
+        )
+        result.loss.backward()
+        found.append([result.loss.detach(), *(parameter.grad for parameter in drafter.parameters())])
+        assert len(runs) == passes * len(drafter.layers) * (1 + checkpointed)
+    torch.testing.assert_close(*found)
+
+
+def test_layers_started_from_the_target(target):
+    drafter = tiny_drafter(target, num_hidden_layers=1, scale=0)
+    start_from_target_layers(drafter, target)
+    theirs = dict(target.model.layers[-1].named_parameters())
+    mine = dict(drafter.layers[0].named_parameters())
+    assert mine.keys() <= theirs.keys() and all(torch.equal(weight, theirs[name]) for name, weight in mine.items())
+
+
+@pytest.mark.parametrize("kind, sizes", [("gpt2", {}), ("llama", {"intermediate_size": 40})])
+def test_layers_that_are_not_the_targets(kind, sizes):
+    target = tiny_target(kind)
+    with pytest.raises(ValueError, match="init_layers_from_target.*leave it out"):
+        start_from_target_layers(tiny_drafter(target, **sizes), target)
 
 
 def test_noise_is_drawn_from_the_generator(target):
@@ -453,14 +499,15 @@ def whole(data, index):
     return token_ids, torch.ones_like(token_ids, dtype=torch.bool)
 
 
-def test_stored_features(target, tmp_path, monkeypatch):
+@pytest.mark.parametrize("layers", [[], [1, 0]])
+def test_stored_features(target, tmp_path, monkeypatch, layers):
     monkeypatch.setattr(features, "_SHARD_TOKENS", 40)
     data = token_file()
-    stored = StoredFeatures(tmp_path, target, data)
+    stored = StoredFeatures(tmp_path, target, data, layers)
     shards = sorted(tmp_path.glob("*.safetensors"))
     assert len(shards) == 3
     for index in range(len(data)):
-        expected = target_features(target, *whole(data, index))[0]
+        expected = target_features(target, *whole(data, index), layers)[0]
         found = stored.sample(index)
         assert found.dtype == torch.bfloat16 and found.shape == expected.shape
         torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
@@ -471,18 +518,19 @@ def test_stored_features(target, tmp_path, monkeypatch):
     before = [shard.stat().st_mtime_ns for shard in shards]
     again = shards[1].read_bytes()
     shards[1].unlink()
-    StoredFeatures(tmp_path, target, data)
+    StoredFeatures(tmp_path, target, data, layers)
     assert shards[1].read_bytes() == again
     assert [shards[i].stat().st_mtime_ns for i in (0, 2)] == [before[0], before[2]]
 
 
-@pytest.mark.parametrize("other", ["target", "tokens"])
+@pytest.mark.parametrize("other", ["target", "tokens", "layers"])
 def test_stored_features_of_something_else(target, tmp_path, other):
     StoredFeatures(tmp_path, target, token_file())
-    if other == "target":
-        arguments = (tiny_target(seed=8), token_file())
-    else:
-        arguments = (target, token_file(seed=6))
+    arguments = {
+        "target": (tiny_target(seed=8), token_file()),
+        "tokens": (target, token_file(seed=6)),
+        "layers": (target, token_file(), [0]),
+    }[other]
     with pytest.raises(ValueError, match=f"{re.escape(str(tmp_path))}` holds features of.*give another folder"):
         StoredFeatures(tmp_path, *arguments)
 
@@ -897,12 +945,13 @@ def arguments(workplace, output, **changes):
 def test_train_command(workplace, tmp_path):
     output = tmp_path / "new" / "drafter"
     options = {"draft_vocab_size": 20, "features_dir": tmp_path / "features", "block_size": 3, "eval_samples": 2}
+    options |= {"feature_layers": 0, "init_layers_from_target": True, "final_tau_prompts": 1}
     assert train.main(arguments(workplace, output, **options)) == 0
     assert {"config.json", "model.safetensors", "trainer_state.json", "provenance.json"} <= set(os.listdir(output))
     assert "training_args.bin" not in os.listdir(output)
     config = json.loads((output / "config.json").read_text())
     assert (config["block_size"], config["num_lstm_layers"], config["num_hidden_layers"]) == (3, 2, 1)
-    assert config["target_model_type"] == "llama" and config["target_fingerprint"]
+    assert config["target_model_type"] == "llama" and config["target_fingerprint"] and config["feature_layers"] == [0]
 
     drafter = FalconDraftModel.from_pretrained(output)
     data = TokenFile.load(workplace / "tokens.safetensors")
@@ -910,10 +959,18 @@ def test_train_command(workplace, tmp_path):
     mean, std = feature_statistics(tiny_target(), data)
     torch.testing.assert_close(drafter.feature_mean, mean)
     torch.testing.assert_close(drafter.feature_std, std)
+    # Three steps move them little.
+    start, end = (layers[-1].mlp.up_proj.weight for layers in (tiny_target().model.layers, drafter.layers))
+    torch.testing.assert_close(end, start, rtol=0, atol=1e-3)
 
     # A drafter to start from.
-    assert train.main(arguments(workplace, tmp_path / "next", init_from=output, max_steps=1)) == 0
+    assert (
+        train.main(arguments(workplace, tmp_path / "next", init_from=output, max_steps=1, gradient_checkpointing=True))
+        == 0
+    )
     assert FalconDraftModel.from_pretrained(tmp_path / "next").config.block_size == 3
+    with pytest.raises(ValueError, match="`init_layers_from_target` is set and `init_from` is"):
+        train.main(arguments(workplace, tmp_path / "next", init_from=output, init_layers_from_target=True))
 
 
 @pytest.mark.parametrize("prompts", [0, 2])

@@ -109,17 +109,23 @@ def tiny_target(name: str) -> PreTrainedModel:
     return {**TARGETS, **ROPE_SCALED, **WITHOUT_TREES, **RECURRENT}[name]()
 
 
+# What a drafter may have beside the paper's parts.
+EXTRAS: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "conditioning": {"conditioning_size": 24},
+    "layers": {"feature_layers": [1, 0]},
+}
+
+
 @functools.lru_cache(maxsize=256)
-def _drafter(
-    target: PreTrainedModel, block_size: int, num_lstm_layers: int, conditioning_size: int
-) -> FalconDraftModel:
+def _drafter(target: PreTrainedModel, block_size: int, num_lstm_layers: int, extra: str) -> FalconDraftModel:
     torch.manual_seed(1)
     config = FalconDraftConfig.from_target(
         target,
         block_size=block_size,
         num_lstm_layers=num_lstm_layers,
         num_hidden_layers=1,
-        conditioning_size=conditioning_size,
+        **EXTRAS[extra],
         intermediate_size=48,
         initializer_range=0.2,
     )
@@ -130,11 +136,11 @@ def tiny_drafter(
     target: PreTrainedModel,
     block_size: int = 2,
     num_lstm_layers: int = 1,
-    conditioning_size: int = 0,
+    extra: str = "nothing",
     **options: Any,
 ) -> FalconDraftModel:
     """A random drafter for `target`; `options` are set on its generation configuration, the others take defaults."""
-    drafter = _drafter(target, block_size, num_lstm_layers, conditioning_size)
+    drafter = _drafter(target, block_size, num_lstm_layers, extra)
     drafter.generation_config = transformers.GenerationConfig(**{"assistant_confidence_threshold": 0.0, **options})
     return drafter
 

@@ -63,7 +63,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._block_features: Tensor | None = None
         self._first_position = 0
         self._committed = 0
-        self._tap = FeatureTap(target)
+        self._tap = FeatureTap(target, drafter.config.feature_layers)
 
     def __enter__(self) -> FalconCandidateGenerator:
         self._tap.__enter__()
@@ -82,7 +82,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         Takes new true features with the tokens one step ahead, and drafts the next block from them.
 
         Args:
-            features (`torch.Tensor` of shape `(1, new, hidden_size)`): the target's features of the new positions.
+            features (`torch.Tensor` of shape `(1, new, ...)`): see [`FalconDraftModel.forward`]; of the new positions.
             next_token_ids (`torch.LongTensor` of shape `(1, new)`): the token after each of these positions.
             first_position (`int`, *optional*, defaults to 0):
                 Position of the first feature of all; counts in the first call only.

@@ -48,6 +48,9 @@ class FalconDraftConfig(PreTrainedConfig):
         conditioning_size (`int`, *optional*, defaults to 0):
             Width of the MLP that lets each token of a block depend on the one before it in its branch. With 0,
             siblings share their children's distribution, as in the paper. Has no weights at `block_size=1`.
+        feature_layers (`list[int]`, *optional*, defaults to `[]`):
+            Layers of the target, counted from 0, whose outputs are read beside its feature (EAGLE-3). What is drafted
+            has no such outputs: train with `unroll_passes`, so that the drafter learns to do without.
         draft_vocab_size (`int`, *optional*):
             Score only this many of the target's tokens when drafting; their ids are stored in the checkpoint
             (FR-Spec, EAGLE-3). `None` scores them all.
@@ -88,6 +91,7 @@ class FalconDraftConfig(PreTrainedConfig):
         num_hidden_layers: int = 2,
         block_anchor: bool = True,
         conditioning_size: int = 0,
+        feature_layers: list[int] | None = None,
         draft_vocab_size: int | None = None,
         hidden_act: str = "silu",
         rms_norm_eps: float = 1e-5,
@@ -111,6 +115,7 @@ class FalconDraftConfig(PreTrainedConfig):
         self.num_hidden_layers = num_hidden_layers
         self.block_anchor = block_anchor
         self.conditioning_size = conditioning_size
+        self.feature_layers = list(feature_layers or [])
         self.draft_vocab_size = draft_vocab_size
         self.hidden_act = hidden_act
         self.rms_norm_eps = rms_norm_eps
@@ -158,6 +163,9 @@ class FalconDraftConfig(PreTrainedConfig):
         width = self.hidden_size // self.num_attention_heads if head_dim is None else head_dim
         if not isinstance(width, int) or width < 2 or width % 2 != 0:
             raise ValueError(f"`head_dim` is {width!r}: set it to an even integer, rotary embedding turns pairs.")
+        layers = self.feature_layers
+        if any(type(layer) is not int or layer < 0 for layer in layers) or len(set(layers)) < len(layers):
+            raise ValueError(f"`feature_layers` is {layers!r}: give different layers of the target, counted from 0.")
         if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"`draft_vocab_size` is {self.draft_vocab_size}: set it between 1 and `vocab_size` "

@@ -66,7 +66,7 @@ def assisted_decoding(
             "drafter was trained for. The output is exact all the same; fewer draft tokens may be accepted."
         )
     sequence = TokenSequence(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-    run = TargetRun(target, input_ids, generation_config, model_kwargs)
+    run = TargetRun(target, input_ids, generation_config, model_kwargs, drafter.config.feature_layers)
     statistics = decode(run, generator, sequence)
     cache = run.finish()
     if streamer is not None:

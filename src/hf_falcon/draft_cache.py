@@ -56,16 +56,23 @@ class DraftCache:
 
 
 class TrainingCache:
-    """Keys and values of earlier unrolled training passes, joined by concatenation so that gradients flow."""
+    """
+    Keys and values of one unrolled training pass, behind those of the passes before it, joined by concatenation so
+    that gradients flow. To update a layer twice is to update it once: gradient checkpointing runs layers again.
 
-    def __init__(self, num_layers: int):
-        self._rows: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+    Args:
+        earlier ([`TrainingCache`], *optional*): that of the pass before.
+    """
+
+    def __init__(self, earlier: TrainingCache | None = None):
+        self._earlier = earlier
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Same contract as [`DraftCache.update`]; every row is kept."""
-        earlier = self._rows[layer]
-        if earlier is not None:
-            keys = torch.cat((earlier[0], keys), dim=2)
-            values = torch.cat((earlier[1], values), dim=2)
+        if self._earlier is not None:
+            earlier_keys, earlier_values = self._earlier._rows[layer]
+            keys = torch.cat((earlier_keys, keys), dim=2)
+            values = torch.cat((earlier_values, values), dim=2)
         self._rows[layer] = (keys, values)
         return keys, values

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from .configuration_falcon_draft import FalconDraftConfig
 from .hook import install
@@ -122,7 +123,7 @@ class FalconMLP(nn.Module):
         return self.down_proj(self.activation(self.gate_proj(hidden)) * self.up_proj(hidden))
 
 
-class FalconDecoderLayer(nn.Module):
+class FalconDecoderLayer(GradientCheckpointingLayer):
     """Pre-norm decoder layer."""
 
     def __init__(self, config: FalconDraftConfig, layer: int):
@@ -165,6 +166,22 @@ class FalconFusion(nn.Module):
         return self.output_norm(hidden), state
 
 
+class FalconLayerReader(nn.Module):
+    """Projects the outputs of several of the target's layers to the width of one feature (EAGLE-3)."""
+
+    def __init__(self, config: FalconDraftConfig):
+        super().__init__()
+        # The layers' outputs differ in scale by orders of magnitude.
+        self.norms = nn.ModuleList(
+            FalconRMSNorm(config.hidden_size, eps=config.rms_norm_eps) for _ in config.feature_layers
+        )
+        self.linear = nn.Linear(len(config.feature_layers) * config.hidden_size, config.hidden_size, bias=False)
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        parts = outputs.chunk(len(self.norms), dim=-1)
+        return self.linear(torch.cat([norm(part) for norm, part in zip(self.norms, parts)], dim=-1))
+
+
 class FalconConditioning(nn.Module):
     """
     Corrects the prediction that a token is read from by the token before it: a gated MLP on both, added to the
@@ -200,6 +217,7 @@ class FalconDraftModel(PreTrainedModel):
     base_model_prefix = "drafter"
     main_input_name = "features"
     _no_split_modules = ["FalconDecoderLayer"]
+    supports_gradient_checkpointing = True
     # The hook knows a drafter by this mark and not by its class: code loaded from the Hub is another module.
     is_falcon_drafter = True
 
@@ -213,6 +231,7 @@ class FalconDraftModel(PreTrainedModel):
 
     def __init__(self, config: FalconDraftConfig):
         super().__init__(config)
+        self.layer_reader = FalconLayerReader(config) if config.feature_layers else None
         self.fusion = FalconFusion(config)
         self.anchor = None
         if config.block_anchor and config.block_size > 1:
@@ -296,7 +315,8 @@ class FalconDraftModel(PreTrainedModel):
         Predicts over whole sequences cut into any blocks: the training forward.
 
         Args:
-            features (`torch.Tensor` of shape `(batch, length, hidden_size)`): the target's features `f_i`.
+            features (`torch.Tensor` of shape `(batch, length, (1 + layers) * hidden_size)`):
+                The target's features `f_i`, followed by the outputs of its `config.feature_layers` at these positions.
             inputs_embeds (`torch.Tensor` of shape `(batch, length, hidden_size)`): embeddings of the tokens `t_{i+1}`.
             block_ids (`torch.LongTensor` of shape `(batch, length)`): block of each position, never decreasing.
             position_ids (`torch.LongTensor` of shape `(batch, length)`, *optional*): defaults to 0, 1, 2, ...
@@ -319,13 +339,19 @@ class FalconDraftModel(PreTrainedModel):
         Fuses features and embeddings, recurrently where there is an LSTM.
 
         Args:
-            features, inputs_embeds (`torch.Tensor` of shape `(batch, length, hidden_size)`): see `forward`.
+            features, inputs_embeds (`torch.Tensor` of shape `(batch, length, ...)`):
+                See `forward`. Predicted features are `hidden_size` wide: no layer's outputs come with them.
             state (*optional*): LSTM state after the position before the first one.
 
         Returns:
-            The fused inputs, of the same shape, and the state after the last position (`None` without an LSTM).
+            The fused inputs, of shape `(batch, length, hidden_size)`, and the state after the last position (`None`
+            without an LSTM).
         """
-        return self.fusion(self._normalise(features), inputs_embeds.to(self.norm.weight.dtype), state)
+        hidden_size = self.config.hidden_size
+        normalised = self._normalise(features[..., :hidden_size])
+        if self.layer_reader is not None and features.shape[-1] > hidden_size:
+            normalised = normalised + self.layer_reader(features[..., hidden_size:].to(normalised.dtype))
+        return self.fusion(normalised, inputs_embeds.to(normalised.dtype), state)
 
     def decode(
         self,

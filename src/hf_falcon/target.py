@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
@@ -115,22 +115,30 @@ class FeatureTap:
     """
     Collects the target's features, the last hidden states after its final norm, from every forward of this thread.
 
-    A context manager: the hook is there only inside, whatever happens.
+    A context manager: the hooks are there only inside, whatever happens.
+
+    Args:
+        model ([`PreTrainedModel`]): the target.
+        layers (sequence of `int`, *optional*): layers whose outputs are collected, too, behind the features.
     """
 
-    def __init__(self, model: PreTrainedModel):
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int] = ()):
         # Not `base_model`: OPT's language model calls the decoder inside it directly.
         self._decoder = model.get_decoder()
+        self._layers = decoder_layers(model, layers)
         self._thread = threading.get_ident()
+        self._outputs: list[Tensor] = []
         self._collected: list[Tensor] = []
-        self._handle: Any = None
+        self._handles: list[Any] = []
 
     def __enter__(self) -> FeatureTap:
-        self._handle = self._decoder.register_forward_hook(self._collect)
+        self._handles = [self._decoder.register_forward_hook(self._collect)]
+        self._handles += [layer.register_forward_hook(self._collect_layer) for layer in self._layers]
         return self
 
     def __exit__(self, *exception: Any) -> None:
-        self._handle.remove()
+        for handle in self._handles:
+            handle.remove()
 
     @property
     def is_empty(self) -> bool:
@@ -138,14 +146,39 @@ class FeatureTap:
         return not self._collected
 
     def take(self) -> Tensor:
-        """Features of all positions since the last call, of shape `(1, positions, hidden_size)`."""
+        """Features of all positions since the last call, of shape `(batch, positions, (1 + layers) * hidden_size)`."""
         collected, self._collected = self._collected, []
         return collected[0] if len(collected) == 1 else torch.cat(collected, dim=1)
 
     def _collect(self, module: Any, inputs: Any, output: Any) -> None:
         # Another thread may generate with the same target at the same time.
         if threading.get_ident() == self._thread:
-            self._collected.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
+            features = output[0] if isinstance(output, tuple) else output.last_hidden_state
+            outputs, self._outputs = self._outputs, []
+            if outputs:
+                features = torch.cat([features, *(each.to(features.device) for each in outputs)], dim=-1)
+            self._collected.append(features)
+
+    def _collect_layer(self, module: Any, inputs: Any, output: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._outputs.append(output[0] if isinstance(output, tuple) else output)
+
+
+def decoder_layers(model: PreTrainedModel, wanted: Sequence[int]) -> list[nn.Module]:
+    """
+    Some of a model's decoder layers.
+
+    Raises:
+        `ValueError`: if the model has no such layer.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = [each for each in model.get_decoder().children() if isinstance(each, nn.ModuleList) and len(each) == count]
+    if wanted and (not lists or max(wanted) >= count):
+        raise ValueError(
+            f"`feature_layers` is {list(wanted)}, but {type(model).__name__} has {count if lists else 'no'} decoder "
+            "layers that can be counted, from 0: use others, or leave it out."
+        )
+    return [lists[0][layer] for layer in wanted]
 
 
 class TargetRun:
@@ -157,6 +190,7 @@ class TargetRun:
         input_ids (`torch.LongTensor` of shape `(1, length)`): the prompt.
         generation_config ([`GenerationConfig`]): configuration of the call.
         model_kwargs (`dict`): what `generate` prepared, with a [`DynamicCache`] in it.
+        feature_layers (sequence of `int`, *optional*): see [`FeatureTap`].
     """
 
     def __init__(
@@ -165,8 +199,10 @@ class TargetRun:
         input_ids: Tensor,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
+        feature_layers: Sequence[int] = (),
     ):
         self.model = model
+        self._tap = FeatureTap(model, feature_layers)
         self.cache: Cache = model_kwargs["past_key_values"]
         self._config = model.config.get_text_config(decoder=True)
         self._generation_config = generation_config
@@ -191,7 +227,7 @@ class TargetRun:
             The logits after it, of shape `(1, vocab_size)`, and the features of its positions that were not in the
             cache yet, of shape `(1, positions, hidden_size)`.
         """
-        with FeatureTap(self.model) as tap:
+        with self._tap as tap:
             outputs = self.model._prefill(input_ids, self._generation_config, self._model_kwargs)
         self._adopt(outputs.past_key_values)
         return outputs.logits[:, -1], tap.take()
@@ -219,13 +255,13 @@ class TargetRun:
         """
         if self._starts_anew(input_ids):
             inputs = self.model.prepare_inputs_for_generation(input_ids, use_cache=True)
-            with FeatureTap(self.model) as tap:
+            with self._tap as tap:
                 outputs = self.model(**inputs, return_dict=True)
             self._adopt(outputs.past_key_values)
             return outputs.logits[0, -1:], tap.take()[:, -1:]
         start = self.length
         masks = {kind: self._mask(kind, tree, start) for kind in self._kinds}
-        with FeatureTap(self.model) as tap:
+        with self._tap as tap:
             outputs = self.model(
                 input_ids=tree.token_ids[None],
                 attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],

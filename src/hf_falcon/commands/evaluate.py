@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +32,8 @@ class EvaluateArguments:
     > Parameters that control the drafting, in place of the drafter's own
 
     Args:
-        num_assistant_tokens, num_draft_passes, draft_tree, assistant_confidence_threshold (*optional*):
-            See [`DraftOptions`].
+        num_assistant_tokens, num_draft_passes, draft_top_k, draft_width, draft_tree, assistant_confidence_threshold
+            (*optional*): see [`DraftOptions`]; `draft_top_k` 1 drafts a chain.
     """
 
     data: list[str] = field(metadata={"help": "JSON-lines files with `turns`; the first turn is the prompt."})
@@ -44,6 +44,8 @@ class EvaluateArguments:
     check: bool = field(default=False, metadata={"help": "Decode plainly, too, and count equal outputs."})
     num_assistant_tokens: int | None = field(default=None, metadata={"help": "Node budget of a tree."})
     num_draft_passes: int | None = field(default=None, metadata={"help": "Draft passes a round, at most."})
+    draft_top_k: int | None = field(default=None, metadata={"help": "Children of a node, at most; 1 is a chain."})
+    draft_width: int | None = field(default=None, metadata={"help": "Paths that a pass extends, at most."})
     draft_tree: str | None = field(default=None, metadata={"help": "'dynamic' or 'static'."})
     assistant_confidence_threshold: float | None = field(
         default=None, metadata={"help": "Stop drafting below this probability."}
@@ -118,9 +120,9 @@ def main(argv: list[str]) -> int:
     dtype = resolve_dtype(arguments.dtype, device)
     target, tokenizer = load_target(arguments.target, dtype, device)
     drafter = load_drafter(arguments.drafter, dtype, device)
-    for name in ("num_assistant_tokens", "num_draft_passes", "draft_tree", "assistant_confidence_threshold"):
-        if getattr(arguments, name) is not None:
-            setattr(drafter.generation_config, name, getattr(arguments, name))
+    for option in fields(DraftOptions):
+        if getattr(arguments, option.name) is not None:
+            setattr(drafter.generation_config, option.name, getattr(arguments, option.name))
     options = DraftOptions.from_generation_config(drafter.generation_config)
     results = {
         Path(path).stem: measure_acceptance(target, drafter, tokenizer, prompts, arguments)

@@ -65,7 +65,8 @@ def describe(
     each = 4 * size * (1 if args.save_only_model else 3)
     disk = f"{_gb(kept * each + 4 * size)}: {kept} checkpoints of {_gb(each)} and the drafter"
     if options.features_dir is not None:
-        disk += f"; {_gb(2 * config.hidden_size * len(data.tokens))} of features in `{options.features_dir}`"
+        width = config.hidden_size * (1 + len(config.feature_layers))
+        disk += f"; {_gb(2 * width * len(data.tokens))} of features in `{options.features_dir}`"
     fusion = f"{config.num_lstm_layers} LSTM layers" if config.num_lstm_layers else "a linear fusion"
     rows = {
         "target": f"{options.target or TARGET_NAME}: {config.target_model_type}, {target_size:,} parameters, "

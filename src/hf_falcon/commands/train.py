@@ -15,6 +15,7 @@ from ..modeling_falcon_draft import FalconDraftModel
 from ..training.features import StoredFeatures, feature_statistics
 from ..training.final_tau import decoded_tau
 from ..training.plot import TrainingPlot
+from ..training.target_layers import start_from_target_layers
 from ..training.token_file import TokenFile
 from ..training.trainer import DraftSamples, FalconTrainer, FalconTrainingArguments
 from . import plan
@@ -33,7 +34,10 @@ class DrafterArguments:
         data (`list[str]`): token files of `hf-falcon prepare`.
         target (`str`, *optional*): name or folder of the target; the demo's target if left out.
         init_from (`str`, *optional*): a drafter to start from instead of new weights.
-        block_size, num_lstm_layers, num_draft_layers, conditioning_size, draft_vocab_size: see [`FalconDraftConfig`].
+        init_layers_from_target (`bool`, *optional*, defaults to `False`): start the decoder layers of a new drafter
+            from the target's last ones. For targets with layers as Llama's.
+        block_size, num_lstm_layers, num_draft_layers, conditioning_size, feature_layers, draft_vocab_size:
+            See [`FalconDraftConfig`].
 
     > Parameters that control the data
 
@@ -55,11 +59,17 @@ class DrafterArguments:
     data: list[str] = field(metadata={"help": "Token files of `hf-falcon prepare`."})
     target: str | None = field(default=None, metadata={"help": "Name or folder of the target."})
     init_from: str | None = field(default=None, metadata={"help": "A drafter to start from."})
+    init_layers_from_target: bool = field(
+        default=False, metadata={"help": "Start the decoder layers from the target's last ones."}
+    )
     block_size: int = field(default=2, metadata={"help": "Tokens proposed by one draft pass (k)."})
     num_lstm_layers: int = field(default=2, metadata={"help": "LSTM layers; 0 is one linear layer."})
     num_draft_layers: int = field(default=2, metadata={"help": "Decoder layers of the drafter."})
     conditioning_size: int = field(
         default=0, metadata={"help": "Width of the MLP that couples the tokens of a block; 0 for none."}
+    )
+    feature_layers: list[int] = field(
+        default_factory=list, metadata={"help": "Layers of the target that are read beside its feature."}
     )
     draft_vocab_size: int | None = field(default=None, metadata={"help": "Tokens that the drafter scores."})
     max_length: int = field(default=512, metadata={"help": "Longer samples are cut."})
@@ -72,6 +82,11 @@ class DrafterArguments:
     def __post_init__(self) -> None:
         if self.final_tau_prompts < 0:
             raise ValueError(f"`final_tau_prompts` is {self.final_tau_prompts}: give 0 (none) or more.")
+        if self.init_from is not None and self.init_layers_from_target:
+            raise ValueError(
+                f"`init_layers_from_target` is set and `init_from` is {self.init_from!r}: give one of them, both say "
+                "where the weights come from."
+            )
 
 
 def frequent_tokens(data: TokenFile, vocab_size: int, size: int) -> tuple[torch.Tensor, float]:
@@ -103,7 +118,9 @@ def main(argv: list[str]) -> int:
     target, _ = load_target(options.target, options.target_dtype or "auto", str(args.device))
     _check_vocabulary(data, target.config.get_text_config().vocab_size)
     drafter = _drafter(options, target, data)
-    stored = None if options.features_dir is None else StoredFeatures(options.features_dir, target, data)
+    stored = None
+    if options.features_dir is not None:
+        stored = StoredFeatures(options.features_dir, target, data, drafter.config.feature_layers)
     samples, held_out = _split(options, data, stored)
     trainer = FalconTrainer(drafter, target, args, samples, held_out, run_arguments=asdict(options))
     plot = TrainingPlot()
@@ -175,6 +192,7 @@ def _config(options: DrafterArguments, target: PreTrainedModel | PreTrainedConfi
         num_lstm_layers=options.num_lstm_layers,
         num_hidden_layers=options.num_draft_layers,
         conditioning_size=options.conditioning_size,
+        feature_layers=options.feature_layers,
         draft_vocab_size=options.draft_vocab_size,
     )
 
@@ -184,6 +202,8 @@ def _drafter(options: DrafterArguments, target: PreTrainedModel, data: TokenFile
         return FalconDraftModel.from_pretrained(options.init_from, dtype=torch.float32)
     config = _config(options, target)
     drafter = FalconDraftModel(config)
+    if options.init_layers_from_target:
+        start_from_target_layers(drafter, target)
     mean, std = feature_statistics(target, data)
     drafter.feature_mean.copy_(mean)
     drafter.feature_std.copy_(std)

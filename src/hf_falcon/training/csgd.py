@@ -22,7 +22,8 @@ class DraftBatch:
     One batch of sequences, padded on the right to `length`.
 
     Args:
-        features (`torch.Tensor` of shape `(batch, length, hidden_size)`): the target's features `f_i`.
+        features (`torch.Tensor` of shape `(batch, length, (1 + layers) * hidden_size)`):
+            The target's features `f_i`, followed by the outputs of the drafter's `feature_layers`.
         token_ids (`torch.LongTensor` of shape `(batch, length)`): the tokens `t_i`.
         valid (`torch.BoolTensor` of shape `(batch, length)`): `False` on padding.
         response (`torch.BoolTensor` of shape `(batch, length)`): `True` where `t_i` belongs to a response.
@@ -173,22 +174,24 @@ def draft_loss(
         [`DraftLoss`]
     """
     check_unrolling(drafter, passes)
-    block_size = drafter.config.block_size
+    block_size, hidden_size = drafter.config.block_size, drafter.config.hidden_size
     length = batch.token_ids.shape[1]
     device = batch.features.device
     seed = int(torch.randint(2**31, (), generator=generator))
     generators = [torch.Generator().manual_seed(seed + sample) for sample in batch.sample.tolist()]
     block_ids, place_in_block = (t.to(device) for t in random_blocks(length, block_size, generators))
-    uniform = torch.zeros(batch.features.shape, device=device)
+    targets, layer_outputs = batch.features.split((hidden_size, batch.features.shape[-1] - hidden_size), dim=-1)
+    uniform = torch.zeros(targets.shape, device=device)
     for row, valid, own in zip(uniform, batch.valid.sum(dim=1).tolist(), generators, strict=True):
         # Drawn on the device, from a seed of the row's generator: there are too many of these to send.
         noise_generator = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=own)))
         row[:valid].uniform_(-noise, noise, generator=noise_generator)
-    features = batch.features + (uniform * drafter.feature_std).to(batch.features.dtype)
+    noisy = targets + (uniform * drafter.feature_std).to(targets.dtype)
+    features = torch.cat((noisy, layer_outputs), dim=-1)
     embeds = head.embed(shift_left(batch.token_ids, 1))
 
     # The prediction at i is judged against feature i + k, whose own prediction is the token at i + k + 1.
-    labels = shift_left(batch.features, block_size)
+    labels = shift_left(targets, block_size)
     judged = judged_positions(batch.response, batch.valid, block_size)
     place = place_in_block[judged]
     # Token t_{i+k}, before the one that is read from the prediction at i. In a block that is a token of the same
@@ -202,16 +205,17 @@ def draft_loss(
             wrong = torch.zeros_like(judged)
             wrong[judged] = distillation_loss(guess, labels[judged], head, weights.soft)[1] > 0
             glanced = glance(judged, wrong.sum(dim=1), glancing_ratio, generators)
-        given = torch.where(glanced[..., None], labels, features)
+        given = torch.where(glanced[..., None], shift_left(batch.features, block_size), features)
         given_embeds = torch.where(glanced[..., None], shift_left(embeds, block_size), embeds)
 
     regression, distillation, correct, counts = [], [], [], []
-    cache = TrainingCache(drafter.config.num_hidden_layers) if passes > 1 else None
+    cache = None
     for index in range(1, passes + 1):
+        cache = TrainingCache(cache) if passes > 1 else None
         predicted = _draft_pass(drafter, given, given_embeds, block_ids, batch.valid, index, cache)
         predicted = drafter.condition(predicted, previous)
         # The next pass glances at nothing. Feature i was predicted at i - k; the first k positions were not predicted.
-        given = torch.cat((features[:, :block_size], predicted[:, : length - block_size]), dim=1)
+        given = torch.cat((noisy[:, :block_size], predicted[:, : length - block_size]), dim=1)
         given_embeds = embeds
 
         chosen = predicted[judged]

@@ -7,7 +7,9 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -17,25 +19,29 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from ..configuration_falcon_draft import weights_fingerprint
+from ..target import FeatureTap
 from .token_file import TokenFile
 
 _SHARD_TOKENS = 65536
 
 
 @torch.no_grad()
-def target_features(target: PreTrainedModel, token_ids: Tensor, valid: Tensor) -> Tensor:
+def target_features(target: PreTrainedModel, token_ids: Tensor, valid: Tensor, layers: Sequence[int] = ()) -> Tensor:
     """
-    The target's last hidden states, after its final norm.
+    The target's last hidden states, after its final norm, followed by the outputs of some of its layers.
 
     Args:
         target ([`PreTrainedModel`]): a causal language model.
         token_ids (`torch.LongTensor` of shape `(batch, length)`): right-padded sequences.
         valid (`torch.BoolTensor` of shape `(batch, length)`): `False` on padding.
+        layers (sequence of `int`, *optional*): the drafter's `feature_layers`.
 
     Returns:
-        `torch.Tensor` of shape `(batch, length, hidden_size)`, in the target's dtype.
+        `torch.Tensor` of shape `(batch, length, (1 + layers) * hidden_size)`, in the target's dtype.
     """
-    return target.base_model(input_ids=token_ids, attention_mask=valid.long(), use_cache=False).last_hidden_state
+    with FeatureTap(target, layers) as tap:
+        target.base_model(input_ids=token_ids, attention_mask=valid.long(), use_cache=False)
+    return tap.take()
 
 
 def feature_statistics(target: PreTrainedModel, data: TokenFile, samples: int = 64) -> tuple[Tensor, Tensor]:
@@ -57,18 +63,20 @@ class StoredFeatures:
         folder (`str` or `Path`): where the shards are, or will be.
         target ([`PreTrainedModel`]): the target that computes what is missing.
         data ([`TokenFile`]): the token file.
+        layers (sequence of `int`, *optional*): the drafter's `feature_layers`.
 
     Raises:
         `OSError`: if the disk has no room for them.
         `ValueError`: if the folder holds the features of other tokens or of another target.
     """
 
-    def __init__(self, folder: str | Path, target: PreTrainedModel, data: TokenFile):
+    def __init__(self, folder: str | Path, target: PreTrainedModel, data: TokenFile, layers: Sequence[int] = ()):
+        self._layers = layers
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._shards = _plan_shards(data)
         self._shard_of = {index: s for s, shard in enumerate(self._shards) for index in shard}
-        identity = _identity(target, data)
+        identity = _identity(target, data, layers)
         manifest = self._folder / "features.json"
         if not manifest.exists():
             manifest.write_text(json.dumps(identity))
@@ -84,7 +92,7 @@ class StoredFeatures:
         self._open = [safe_open(self._path(s), framework="pt") for s in range(len(self._shards))]
 
     def sample(self, index: int) -> Tensor:
-        """Features of sample `index`, of shape `(length, hidden_size)`, in bfloat16."""
+        """Features of sample `index`, of shape `(length, (1 + layers) * hidden_size)`, in bfloat16."""
         return self._open[self._shard_of[index]].get_tensor(str(index))
 
     def _path(self, shard: int) -> Path:
@@ -92,7 +100,7 @@ class StoredFeatures:
 
     def _check_room(self, missing: list[int], data: TokenFile, hidden_size: int) -> None:
         tokens = sum(len(data.sample(index)[0]) for s in missing for index in self._shards[s])
-        needed, free = 2 * hidden_size * tokens, shutil.disk_usage(self._folder).free
+        needed, free = 2 * (1 + len(self._layers)) * hidden_size * tokens, shutil.disk_usage(self._folder).free
         if missing:
             print(f"features of {tokens:,} tokens: {needed / 1e9:.2f} GB on disk ({free / 1e9:.0f} GB free)")
         if needed > 0.9 * free:
@@ -110,7 +118,7 @@ class StoredFeatures:
             token_ids = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True).to(target.device)
             lengths = torch.tensor([len(sample) for sample in samples], device=target.device)
             valid = torch.arange(token_ids.shape[1], device=target.device)[None] < lengths[:, None]
-            features = target_features(target, token_ids, valid).to("cpu", torch.bfloat16)
+            features = target_features(target, token_ids, valid, self._layers).to("cpu", torch.bfloat16)
             for index, row, length in zip(order[start : start + 16], features, lengths.tolist(), strict=True):
                 tensors[str(index)] = row[:length].clone()
         temporary = self._path(shard).with_suffix(".tmp")
@@ -131,6 +139,7 @@ def _plan_shards(data: TokenFile) -> list[list[int]]:
     return shards
 
 
-def _identity(target: PreTrainedModel, data: TokenFile) -> dict[str, str | int]:
+def _identity(target: PreTrainedModel, data: TokenFile, layers: Sequence[int]) -> dict[str, Any]:
     digest = hashlib.sha256(data.tokens.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-    return {"target": str(weights_fingerprint(target)), "tokens": digest, "samples": len(data)}
+    identity = {"target": str(weights_fingerprint(target)), "tokens": digest, "samples": len(data)}
+    return {**identity, "layers": list(layers)} if layers else identity

@@ -184,6 +184,13 @@ class DraftObjective(nn.Module):
         self._head = head
         self._args = args
 
+    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
+        self.drafter.gradient_checkpointing_enable(**kwargs)
+
+    def activation_checkpointing_enable(self, **kwargs: Any) -> None:
+        """As transformers calls it since 5.20."""
+        self.drafter.activation_checkpointing_enable(**kwargs)
+
     def forward(self, batch: DraftBatch, generator: torch.Generator, glancing_ratio: float) -> DraftLoss:
         args = self._args
         return draft_loss(
@@ -307,7 +314,9 @@ class FalconTrainer(Trainer):
         """See [`~transformers.Trainer.compute_loss`]."""
         features = inputs.get("features")
         if features is None:
-            features = target_features(self._target, inputs["token_ids"], inputs["valid"])
+            features = target_features(
+                self._target, inputs["token_ids"], inputs["valid"], self._drafter.config.feature_layers
+            )
         batch = DraftBatch(features, inputs["token_ids"], inputs["valid"], inputs["response"], inputs["sample"])
         # Chance depends on the step alone (and on the sample), so that a resumed run makes the same draws.
         step = self.state.global_step

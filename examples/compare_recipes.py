@@ -1,0 +1,111 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+Trains a drafter by every recipe on the same tokens, decodes with each, and prints a table.
+
+    python examples/compare_recipes.py --data tokens.safetensors --prompts mt_bench.jsonl humaneval.jsonl gsm8k.jsonl
+
+Goes on where it was killed.
+"""
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+PAPER = "--block_size 2 --num_lstm_layers 2"
+LINEAR = "--num_lstm_layers 0 --distillation_weight 1"
+RECIPES = {
+    "paper: k = 2, LSTM, CSGD": PAPER,
+    "without CSGD (no glancing)": f"{PAPER} --glancing_ratio 0",
+    "k = 3": f"{PAPER} --block_size 3",
+    "k = 4": f"{PAPER} --block_size 4",
+    "k = 1, linear fusion (EAGLE)": "--block_size 1 --num_lstm_layers 0",
+    "A: the same, distillation weight 1": f"--block_size 1 {LINEAR}",
+    "A, layers started from the target's": f"--block_size 1 {LINEAR} --init_layers_from_target true",
+    "B: A, 3 unrolled passes": f"--block_size 1 {LINEAR} --unroll_passes 3",
+    "B, 3 more target layers": f"--block_size 1 {LINEAR} --unroll_passes 3 --feature_layers 2 14 26",
+    "B, 3 more target layers, no regression": f"--block_size 1 {LINEAR} --unroll_passes 3 --feature_layers 2 14 26 "
+    "--regression_weight 0",
+    "C: k = 2, linear, distillation weight 1": f"--block_size 2 {LINEAR}",
+    "C, conditioned blocks": f"--block_size 2 {LINEAR} --conditioning_size 576",
+}
+DEPTH, NODES = 4, 24
+# One seed: every recipe sees the same samples in the same order.
+TRAINING = (
+    "--per_device_train_batch_size 8 --learning_rate 8e-4 --warmup_steps 20 --lr_scheduler_type cosine --bf16 "
+    "--seed 1 --draft_vocab_size 8192 --eval_samples 32 --final_tau_prompts 0 --save_steps 100 --save_total_limit 1 "
+    "--report_to none"
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", nargs="+", required=True, help="token files of `hf-falcon prepare`")
+    parser.add_argument("--prompts", nargs="+", required=True, help="JSON-lines files whose first turns are decoded")
+    parser.add_argument("--output_dir", type=Path, default=Path("runs/recipes"))
+    parser.add_argument("--target", help="target, from the Hub or a folder; the demo's if left out")
+    parser.add_argument("--features_dir", help="keep the target's features here, for recipes that read no other layer")
+    parser.add_argument("--max_steps", default="100", help="steps of 8 samples")
+    parser.add_argument("--limit", default="3", help="prompts of each file")
+    parser.add_argument("--max_new_tokens", default="64", help="new tokens a prompt")
+    arguments = parser.parse_args()
+    print("| recipe | right at depth 1, 2, 3, 4 | tau, chain | tau, tree |\n| --- | --- | --- | --- |", flush=True)
+    for number, (name, options) in enumerate(RECIPES.items()):
+        folder = arguments.output_dir / f"{number:02d}"
+        train(arguments, folder, options.split())
+        passes = math.ceil(DEPTH / json.loads((folder / "config.json").read_text())["block_size"])
+        chain = decode(
+            arguments, folder, "chain", ["--num_assistant_tokens", f"{DEPTH}", "--draft_top_k", "1"], passes
+        )
+        tree = decode(arguments, folder, "tree", ["--num_assistant_tokens", f"{NODES}"], passes)
+        print(f"| {name} | {by_depth(chain)} | {tau(chain):.2f} | {tau(tree):.2f} |", flush=True)
+
+
+def train(arguments: argparse.Namespace, folder: Path, options: list[str]) -> None:
+    """Trains one drafter, or what is left of it to train."""
+    if (folder / "trainer_state.json").exists():
+        return
+    words = ["--data", *arguments.data, "--output_dir", str(folder), "--max_steps", arguments.max_steps]
+    if arguments.target:
+        words += ["--target", arguments.target]
+    if arguments.features_dir and "--feature_layers" not in options:
+        words += ["--features_dir", arguments.features_dir]
+    # Options come last: they win.
+    run("train", *words, *TRAINING.split(), *options)
+
+
+def decode(arguments: argparse.Namespace, folder: Path, name: str, options: list[str], passes: int) -> list[dict]:
+    """What `hf-falcon evaluate` finds in each file of prompts."""
+    kept = folder / f"{name}.json"
+    if not kept.exists():
+        words = ["--data", *arguments.prompts, "--drafter", str(folder), "--limit", arguments.limit]
+        words += ["--max_new_tokens", arguments.max_new_tokens, "--num_draft_passes", str(passes)]
+        if arguments.target:
+            words += ["--target", arguments.target]
+        kept.write_text(run("evaluate", *words, *options, "--assistant_confidence_threshold", "0", "--json"))
+    return list(json.loads(kept.read_text())["data"].values())
+
+
+def run(*words: str) -> str:
+    """Runs a command of `hf-falcon` and returns what it prints."""
+    command = [sys.executable, "-m", "hf_falcon", *words]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+
+
+def tau(results: list[dict]) -> float:
+    return sum(result["tau"] for result in results) / len(results)
+
+
+def by_depth(results: list[dict]) -> str:
+    """Share of first choices that were right at each depth of a chain, where all before them were."""
+    right = [sum(result["rounds"] for result in results)]
+    for depth in range(DEPTH):
+        shares = [(result["accepted_by_depth"] + [0] * DEPTH)[depth] for result in results]
+        right.append(sum(result["rounds"] * share for result, share in zip(results, shares)))
+    return " ".join(f"{100 * after / before:.0f}" if before else "-" for before, after in zip(right, right[1:])) + " %"
+
+
+if __name__ == "__main__":
+    main()
