@@ -1,6 +1,8 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """Arguments of a run from a YAML file and the command line."""
 
+from pathlib import Path
+
 import pytest
 
 from hf_falcon.commands import main as entry
@@ -43,6 +45,13 @@ def test_a_file(file):
     assert args.output_dir == "2026" and args.lr_scheduler_kwargs == {"min_lr": 0.1}
     # What neither gives keeps its default.
     assert args.adam_beta2 == 0.95 and args.num_train_epochs == 3.0
+
+
+def test_the_example():
+    path = Path(__file__).parents[1] / "examples" / "train_llama_8b.yaml"
+    options, args = parse("--config", str(path), "--unroll_passes", "3")
+    assert (options.block_size, options.num_lstm_layers, options.data) == (1, 0, ["runs/llama/tokens.safetensors"])
+    assert (args.unroll_passes, args.eval_passes, args.num_train_epochs, args.learning_rate) == (3, 3, 4, 1e-4)
 
 
 def test_the_command_line_wins(file):

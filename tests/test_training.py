@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainerState, modeling_utils
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -925,6 +926,20 @@ def workplace(tmp_path_factory):
     return folder
 
 
+def test_held_out_samples_that_are_too_long(workplace, tmp_path, capsys):
+    samples = [torch.arange(3, 12)] * 19 + [torch.arange(3, 40)]
+    path = tmp_path / "tokens.safetensors"
+    TokenFile.from_samples(samples, [4] * 19 + [30], [0.0] * 20, VOCAB).save(path)
+    options = {"data": path, "max_length": 20, "plan": True}
+    with pytest.raises(
+        ValueError, match="^Held out, .*: None of 1 samples .* raise it. Or change `eval_samples` .1.:"
+    ):
+        train.main(arguments(workplace, tmp_path, eval_samples=1, **options))
+    assert train.main(arguments(workplace, tmp_path, eval_samples=0, **options)) == 0
+    assert train.main(arguments(workplace, tmp_path, eval_samples=2, **options)) == 0
+    assert "1 samples held out" in capsys.readouterr().out
+
+
 def arguments(workplace, output, **changes):
     given = {
         "data": workplace / "tokens.safetensors",
@@ -1114,6 +1129,39 @@ def test_planned_activations(lstm_layers, layers, passes):
         result = draft_loss(drafter, BorrowedHead(drafter, target), batch, seeded(), WEIGHTS, passes=passes)
     planned = plan.activation_bytes(drafter.config, len(lengths), lengths[0], passes)
     assert result.loss.requires_grad and planned == pytest.approx(sum(size for size, _ in kept.values()), rel=0.15)
+
+
+@pytest.mark.parametrize("block_size, passes", [(1, 1), (1, 3), (2, 1)])
+def test_planned_work(workplace, tmp_path, capsys, block_size, passes):
+    target = tiny_target(vocab_size=1024, hidden_size=128, intermediate_size=340, num_attention_heads=4)
+    target.save_pretrained(tmp_path / "target")
+    token_file(samples=4, lengths=(24, 25), prompt=8).save(tmp_path / "tokens.safetensors")
+    options = {"block_size": block_size, "unroll_passes": passes, "num_lstm_layers": 0, "max_steps": 1, "plan": True}
+    paths = {"data": tmp_path / "tokens.safetensors", "target": tmp_path / "target"}
+    assert train.main(arguments(workplace, tmp_path, **paths, **options)) == 0
+    row = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("work"))
+    work, share, hours = re.search(
+        r"(\S+) floating-point operations, (\d+)% of .*: (\S+) hours at 100 TFLOP/s", row
+    ).groups()
+    assert float(hours) == pytest.approx(float(work) / 1e14 / 3600, rel=0.01)
+
+    changes = {"block_size": block_size, "num_lstm_layers": 0, "num_hidden_layers": 1, "intermediate_size": 340}
+    drafter = tiny_drafter(target, **changes).train()
+    with FlopCounterMode(display=False) as counter:
+        batch = draft_batch(target, lengths=(24,) * 4, prompts=(8,) * 4)
+        read = counter.get_total_flops()
+        head = BorrowedHead(drafter, target)
+        draft_loss(drafter, head, batch, seeded(), WEIGHTS, glancing_ratio=0.4, passes=passes).loss.backward()
+    assert float(work) == pytest.approx(counter.get_total_flops(), rel=0.1)
+    assert int(share) == pytest.approx(100 * read / counter.get_total_flops(), rel=0.1)
+
+
+def test_a_plan_reads_stored_features_once(workplace, tmp_path, capsys):
+    shares = []
+    for options in ({}, {"features_dir": tmp_path / "features"}):
+        train.main(arguments(workplace, tmp_path, plan=True, max_steps=100, **options))
+        shares.append(int(re.search(r"(\d+)% of them the target's", capsys.readouterr().out)[1]))
+    assert shares[1] < shares[0] / 5
 
 
 # How a step's eight samples are shared: processes, samples of a batch, accumulated batches.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
+from ..bench.runner import timed
 from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
 from .report import Row, run_order, summary, table
 
@@ -79,16 +80,6 @@ def generate(
         return_dict_in_generate=True,
         streamer=streamer,
     )
-
-
-def timed(call: Callable[[], Any], device: torch.device) -> float:
-    """Seconds that a call takes, the device's work included."""
-    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
-    wait()
-    start = time.perf_counter()
-    call()
-    wait()
-    return time.perf_counter() - start
 
 
 def tau_and_alpha(output: Any) -> tuple[float, float]:
@@ -168,7 +159,7 @@ def measure(
     seconds: dict[bool, list[float]] = {False: [], True: []}
     for assisted in run_order(arguments.repeats):
         run = partial(generate, target, drafter if assisted else None, inputs, arguments.max_new_tokens)
-        seconds[assisted].append(timed(run, target.device))
+        seconds[assisted].append(timed(run, target.device)[0])
 
     plain, assisted_ids = (output.sequences[0, inputs["input_ids"].shape[1] :].tolist() for output in outputs)
     tau, alpha = tau_and_alpha(outputs[1])

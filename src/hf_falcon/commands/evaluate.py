@@ -11,6 +11,7 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..bench.prompts import read_turns
 from ..draft_options import DraftOptions
 from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
 
@@ -23,7 +24,8 @@ class EvaluateArguments:
     > Parameters that control what is measured
 
     Args:
-        data (`list[str]`): JSON-lines files whose lines have `turns`; the first turn is the prompt.
+        data (`list[str]`): JSON-lines files whose lines have `turns`, or `mt_bench`, `humaneval`, `gsm8k` of the Hub;
+            the first turn is the prompt.
         target, drafter (`str`, *optional*): names or folders; those of the demo if left out.
         max_new_tokens (`int`, *optional*, defaults to 128): new tokens a prompt, at most.
         limit (`int`, *optional*): prompts of each file, from the start.
@@ -36,7 +38,9 @@ class EvaluateArguments:
             (*optional*): see [`DraftOptions`]; `draft_top_k` 1 drafts a chain.
     """
 
-    data: list[str] = field(metadata={"help": "JSON-lines files with `turns`; the first turn is the prompt."})
+    data: list[str] = field(
+        metadata={"help": "JSON-lines files with `turns`, or names of the Hub; the first turn is the prompt."}
+    )
     target: str | None = field(default=None, metadata={"help": "Target, from the Hub or a folder."})
     drafter: str | None = field(default=None, metadata={"help": "Drafter, from the Hub or a folder."})
     max_new_tokens: int = field(default=128, metadata={"help": "New tokens a prompt, at most."})
@@ -53,29 +57,6 @@ class EvaluateArguments:
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
     json: bool = field(default=False, metadata={"help": "Print the result as one JSON object, nothing else."})
-
-
-def read_prompts(path: str, limit: int | None) -> list[str]:
-    """
-    First turns of a JSON-lines file.
-
-    Raises:
-        `ValueError`: naming file, line and field of what is not as it should be.
-    """
-    prompts = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            turns = json.loads(line)["turns"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
-            raise ValueError(f"{path}, line {number}: no JSON object with `turns` ({error}).") from error
-        if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
-            raise ValueError(f"{path}, line {number}: `turns` is {turns!r}; it must be a list of texts.")
-        prompts.append(turns[0])
-    if not prompts:
-        raise ValueError(f"{path}: has no prompts; each line must be a JSON object with `turns`.")
-    return prompts[:limit]
 
 
 def measure_acceptance(
@@ -115,7 +96,7 @@ def main(argv: list[str]) -> int:
     """Runs `hf-falcon evaluate`. With `--check` in float32, returns 1 if any output differs."""
     parser = HfArgumentParser(EvaluateArguments, prog="hf-falcon evaluate", description=__doc__)
     arguments = EvaluateArguments(**vars(parser.parse_args(argv)))
-    files = {path: read_prompts(path, arguments.limit) for path in arguments.data}
+    files = {path: [turns[0] for turns in read_turns(path, arguments.limit)] for path in arguments.data}
     device = resolve_device(arguments.device)
     dtype = resolve_dtype(arguments.dtype, device)
     target, tokenizer = load_target(arguments.target, dtype, device)

@@ -15,6 +15,7 @@ from transformers.trainer_utils import SaveStrategy
 from ..configuration_falcon_draft import FalconDraftConfig
 from ..modeling_falcon_draft import FalconDraftModel
 from ..training.csgd import check_unrolling
+from ..training.distillation import chunk_rows
 from ..training.token_file import TokenFile
 from ..training.trainer import DraftSamples, FalconTrainingArguments
 from .models import TARGET_NAME, converted_target, resolve_dtype
@@ -22,8 +23,10 @@ from .models import TARGET_NAME, converted_target, resolve_dtype
 if TYPE_CHECKING:
     from .train import DrafterArguments
 
-# A chunk of logits is some 2 million float32 values, and up to six tensors of its size live at once.
-_CHUNK_BYTES = 6 * 4 * (1 << 21)
+# Up to six float32 tensors of the size of a chunk of logits live at once.
+_CHUNK_BYTES = 6 * 4
+# Hours are told at this speed, in operations a second of one process; at another they are in proportion.
+_SPEED = 1e14
 
 
 def describe(
@@ -49,18 +52,25 @@ def describe(
     check_unrolling(drafter, args.unroll_passes)
     target_size, size = (sum(p.numel() for p in model.parameters()) for model in (target, drafter))
     steps_per_epoch, steps = training_steps(len(train), args)
-    tokens = sum(train.lengths)
+    tokens, prompts = sum(train.lengths), sum(train.prompt_lengths)
+    presented = round(tokens * steps / steps_per_epoch)
+    vocab_size = config.draft_vocab_size or config.vocab_size
 
     batch, length = args.train_batch_size, max(train.lengths)
-    head = config.hidden_size * (config.draft_vocab_size or config.vocab_size)
+    head = config.hidden_size * vocab_size
     memory = {
         "the target's weights": target_size * dtype.itemsize,
         # AdamW keeps two values a weight beside the gradient.
         "the drafter's weights, gradients and AdamW": 4 * 4 * size,
         "the head in float32": 4 * head,
         f"activations of {batch} x {length} tokens": activation_bytes(config, batch, length, args.unroll_passes),
-        "a chunk of logits": _CHUNK_BYTES,
+        "a chunk of logits": _CHUNK_BYTES * chunk_rows(vocab_size) * vocab_size,
     }
+    # Features are computed in every epoch, or once for all the data. They need no LM head, and looking up an
+    # embedding is no work.
+    body = sum(p.numel() for p in target.base_model.parameters()) - target.get_input_embeddings().weight.numel()
+    reading = 2 * body * (presented if options.features_dir is None else len(data.tokens))
+    work = reading + training_operations(config, args, size, presented, round(presented * (1 - prompts / tokens)))
     kept = checkpoints(steps, steps_per_epoch, args)
     each = 4 * size * (1 if args.save_only_model else 3)
     disk = f"{_gb(kept * each + 4 * size)}: {kept} checkpoints of {_gb(each)} and the drafter"
@@ -72,12 +82,14 @@ def describe(
         "target": f"{options.target or TARGET_NAME}: {config.target_model_type}, {target_size:,} parameters, "
         f"{str(dtype).removeprefix('torch.')}, on {args.device}",
         "drafter": f"{size:,} parameters: block size {config.block_size}, {fusion}, "
-        f"{config.num_hidden_layers} decoder layers, {config.draft_vocab_size or config.vocab_size:,} tokens scored",
-        "data": f"{len(train):,} samples of {tokens:,} tokens, {tokens - sum(train.prompt_lengths):,} of them of "
+        f"{config.num_hidden_layers} decoder layers, {vocab_size:,} tokens scored",
+        "data": f"{len(train):,} samples of {tokens:,} tokens, {tokens - prompts:,} of them of "
         f"responses; {len(held_out) if held_out else 0:,} samples held out",
         "steps": f"{steps:,} of {samples_per_step(args):,} samples ({args.world_size} processes x {batch} x "
         f"{args.gradient_accumulation_steps} accumulated), {steps / steps_per_epoch:.2f} epochs",
-        "presented": f"{round(tokens * steps / steps_per_epoch):,} tokens",
+        "presented": f"{presented:,} tokens",
+        "work": f"{work:.3g} floating-point operations, {reading / work:.0%} of them the target's: "
+        f"{work / args.world_size / _SPEED / 3600:.3g} hours at {_SPEED / 1e12:.0f} TFLOP/s a process",
         "memory": f"{_gb(sum(memory.values()))} estimated: "
         + ", ".join(f"{_gb(part)} {name}" for name, part in memory.items()),
         "disk": f"{disk} ({_gb(shutil.disk_usage(_existing(args.output_dir)).free)} free in `{args.output_dir}`)",
@@ -113,6 +125,22 @@ def activation_bytes(config: FalconDraftConfig, batch: int, length: int, passes:
     layer = 11 * hidden + 4 * config.intermediate_size + group * passes * length
     values = hidden * (10 + 20 * config.num_lstm_layers) + config.num_hidden_layers * layer
     return 4 * batch * length * passes * values
+
+
+def training_operations(
+    config: FalconDraftConfig, args: FalconTrainingArguments, size: int, tokens: int, responses: int
+) -> int:
+    """
+    Floating-point operations of training a drafter of `size` weights on `tokens`, of which `responses` are judged: a
+    multiplication and an addition for each weight and token of a forward, twice these of a backward. The LM head
+    scores both labels and predictions, and only these have a backward. Left out is what grows with the square of the
+    length, the products of attention: some percent of the whole at the lengths of dialogues.
+    """
+    head = config.hidden_size * (config.draft_vocab_size or config.vocab_size)
+    work = 6 * (size * tokens + head * responses) * args.unroll_passes
+    if args.glancing_ratio > 0 and config.block_size > 1:
+        work += 2 * size * tokens + 4 * head * responses
+    return work
 
 
 def checkpoints(steps: int, steps_per_epoch: int, args: FalconTrainingArguments) -> int:

@@ -84,6 +84,11 @@ def table(rows: list[Row]) -> str:
         ]
         for row in rows
     ]
+    return aligned(cells)
+
+
+def aligned(cells: list[list[str]]) -> str:
+    """Rows of cells in columns, the first one to the left, with a line below the first row."""
     widths = [max(map(len, column)) for column in zip(*cells)]
     lines = [
         "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))])

@@ -150,7 +150,13 @@ def _split(
     samples = DraftSamples(data, list(range(first)), options.max_length, stored)
     if first == len(data):
         return samples, None
-    return samples, DraftSamples(data, list(range(first, len(data))), options.max_length, stored)
+    try:
+        return samples, DraftSamples(data, list(range(first, len(data))), options.max_length, stored)
+    except ValueError as error:
+        raise ValueError(
+            f"Held out, from the end of the data: {error} Or change `eval_samples` ({options.eval_samples}): 0 holds "
+            "out none."
+        ) from error
 
 
 def _log_final_tau(

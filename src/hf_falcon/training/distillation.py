@@ -16,6 +16,11 @@ _CHUNK_ELEMENTS = 1 << 21
 _CHUNK_ROWS = 64
 
 
+def chunk_rows(vocab_size: int) -> int:
+    """Rows whose logits, of `vocab_size` tokens, exist at one time."""
+    return max(_CHUNK_ROWS, _CHUNK_ELEMENTS // vocab_size)
+
+
 class _HeadDistillation(torch.autograd.Function):
     """
     The gradient with respect to the predictions is computed chunk by chunk in the forward pass, so that the logits of
@@ -27,7 +32,7 @@ class _HeadDistillation(torch.autograd.Function):
         gradient = torch.empty_like(predicted)
         total = predicted.new_zeros((), dtype=torch.float32)
         ranks = torch.empty(predicted.shape[0], dtype=torch.int64, device=predicted.device)
-        rows = max(_CHUNK_ROWS, _CHUNK_ELEMENTS // head.draft_vocab_size)
+        rows = chunk_rows(head.draft_vocab_size)
         for start in range(0, predicted.shape[0], rows):
             chunk = slice(start, start + rows)
             label_scores = head.logits(labels[chunk]).float().log_softmax(dim=-1)

@@ -105,7 +105,7 @@ class DraftSamples(Dataset):
         self._indices = [i for i in indices if int(data.prompt_lengths[i]) < max_length - 1]
         if not self._indices:
             raise ValueError(
-                f"No sample of the token file has a response within `max_length` ({max_length}) tokens: raise it."
+                f"None of {len(indices):,} samples has a response within `max_length` ({max_length}) tokens: raise it."
             )
         self.lengths = [min(len(data.sample(i)[0]), max_length) for i in self._indices]
         self.prompt_lengths = [int(data.prompt_lengths[i]) for i in self._indices]

@@ -1,0 +1,140 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Runs every method on every prompt, in turns, and keeps what each did."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+
+from .metrics import PLAIN, first_difference
+from .traces import Trace, TraceFile
+
+_SEED = 0
+
+
+class Benchmark:
+    """
+    Decodes dialogues by every method. At each turn the methods run one after another, in an order that is rotated from
+    prompt to prompt, so that a drift of the machine favours none. All get the same text: plain decoding's answers.
+
+    Args:
+        target ([`PreTrainedModel`]): the target.
+        tokenizer ([`PreTrainedTokenizerBase`]): its tokenizer.
+        methods (`dict[str, dict]`): the arguments of `generate` for each method; plain decoding is among them.
+        settings (`dict`): arguments of `generate` for all of them.
+        repeats (`int`): timed runs of each method on each turn.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        methods: dict[str, dict[str, Any]],
+        settings: dict[str, Any],
+        repeats: int,
+    ):
+        self._target, self._tokenizer = target, tokenizer
+        self._methods, self._settings, self._repeats = methods, settings, repeats
+        self._warm: set[str] = set()
+
+    def run(self, data: dict[str, list[list[str]]], file: TraceFile) -> None:
+        """Measures what `file` does not have yet. `data` are the users' turns of dialogues, by name."""
+        total = sum(len(turns) for dialogues in data.values() for turns in dialogues) * len(self._methods)
+        with tqdm(total=total, initial=len(file.traces), unit="answer") as bar:
+            for name, dialogues in data.items():
+                for prompt, turns in enumerate(dialogues):
+                    for trace in self._dialogue(name, prompt, turns, file.traces):
+                        file.add(trace)
+                        bar.set_postfix_str(f"{name} {prompt + 1}/{len(dialogues)}, {trace.method}")
+                        bar.update()
+
+    def _dialogue(
+        self, data: str, prompt: int, turns: list[str], known: dict[tuple[str, str, int, int], Trace]
+    ) -> Iterator[Trace]:
+        names = list(self._methods)
+        shift = prompt % len(names)
+        messages: list[dict[str, str]] = []
+        for turn, text in enumerate(turns):
+            messages.append({"role": "user", "content": text})
+            missing = [name for name in names[shift:] + names[:shift] if (name, data, prompt, turn) not in known]
+            inputs = self._encode(messages)
+            traces = {name: self._answer(name, data, prompt, turn, inputs) for name in missing}
+            plain = traces.get(PLAIN) or known[PLAIN, data, prompt, turn]
+            for trace in traces.values():
+                trace.gap = self._gap(inputs["input_ids"], plain.tokens, trace.tokens)
+                yield trace
+            answer = self._tokenizer.decode(plain.tokens, skip_special_tokens=True)
+            messages.append({"role": "assistant", "content": answer})
+
+    def _answer(self, method: str, data: str, prompt: int, turn: int, inputs: dict[str, Tensor]) -> Trace:
+        if method not in self._warm:
+            # Kernels are chosen and caches filled by a first call; nobody's time should have that in it.
+            self._generate(method, inputs)
+            self._warm.add(method)
+        if self._target.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._target.device)
+        seconds = []
+        for _ in range(self._repeats):
+            elapsed, output = timed(lambda: self._generate(method, inputs), self._target.device)
+            seconds.append(elapsed)
+        statistics = getattr(output, "draft_statistics", None)
+        return Trace(
+            method=method,
+            data=data,
+            prompt=prompt,
+            turn=turn,
+            tokens=output.sequences[0, inputs["input_ids"].shape[1] :].tolist(),
+            seconds=seconds,
+            statistics=None if statistics is None else dict(statistics),
+            gap=None,
+            peak_memory_mb=peak_memory_mb(self._target.device),
+        )
+
+    def _generate(self, method: str, inputs: dict[str, Tensor]) -> Any:
+        set_seed(_SEED)
+        return self._target.generate(**inputs, **self._settings, **self._methods[method], return_dict_in_generate=True)
+
+    def _encode(self, messages: list[dict[str, str]]) -> dict[str, Tensor]:
+        if self._tokenizer.chat_template is None:
+            text = "\n\n".join(message["content"] for message in messages)
+            return dict(self._tokenizer(text, return_tensors="pt").to(self._target.device))
+        inputs = self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        return dict(inputs.to(self._target.device))
+
+    @torch.no_grad()
+    def _gap(self, prompt_ids: Tensor, tokens: list[int], others: list[int]) -> float | None:
+        place = first_difference(tokens, others)
+        if place is None or place >= min(len(tokens), len(others)):
+            return None
+        context = torch.cat((prompt_ids, prompt_ids.new_tensor([tokens[:place]])), dim=1)
+        logits = self._target(context, logits_to_keep=1).logits[0, -1].float()
+        return float(logits[tokens[place]] - logits[others[place]])
+
+
+def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
+    """Seconds that a call takes, the device's work included, and what it returns."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    found = call()
+    wait()
+    return time.perf_counter() - start, found
+
+
+def peak_memory_mb(device: torch.device) -> float:
+    """Most memory in use: of the device on CUDA since it was last reset, else of the process since it began."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 1e6
+    # Kilobytes on Linux, bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6

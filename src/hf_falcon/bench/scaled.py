@@ -1,0 +1,178 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+A small model's function in a large model's shape: what a large target costs, with acceptance that is real.
+
+Added dimensions are zeros, with the norms' weights rescaled for them; added heads and neurons lead nowhere; added
+layers add nothing. Every product is computed all the same.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from ..configuration_falcon_draft import weights_fingerprint
+from ..modeling_falcon_draft import FalconDraftModel
+
+
+@dataclass(frozen=True)
+class Shape:
+    """
+    The shape of a Llama-like model.
+
+    Args:
+        hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim (`int`):
+            As in [`~transformers.LlamaConfig`].
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+
+
+# Llama-3.2-1B, Llama-2-7B (and Vicuna's) and Llama-2-13B.
+SHAPES = {
+    "1b": Shape(2048, 8192, 16, 32, 8, 64),
+    "7b": Shape(4096, 11008, 32, 32, 32, 128),
+    "13b": Shape(5120, 13824, 40, 40, 40, 128),
+}
+
+
+@torch.no_grad()
+def scaled_target(target: PreTrainedModel, shape: Shape) -> PreTrainedModel:
+    """
+    A Llama model of another shape with the function of `target`, on its device and in its dtype.
+
+    Raises:
+        `ValueError`: if `target` is no Llama model, or does not fit into the shape.
+    """
+    config = target.config
+    if config.model_type != "llama" or config.attention_bias or config.mlp_bias:
+        raise ValueError(f"The target is a {config.model_type!r} model: only Llama models without biases are scaled.")
+    layers = max(shape.num_hidden_layers, config.num_hidden_layers)
+    new = copy.deepcopy(config)
+    for name, value in vars(shape).items():
+        setattr(new, name, value)
+    new.num_hidden_layers = layers
+    new.rms_norm_eps = config.rms_norm_eps * config.hidden_size / shape.hidden_size
+    with torch.device("meta"):
+        large = AutoModelForCausalLM.from_config(new, dtype=target.dtype)
+    large = large.to_empty(device=target.device).eval()
+    # Buffers, such as rotary frequencies, are made and not loaded.
+    large.model.rotary_emb = type(target.model.rotary_emb)(new).to(target.device)
+    for parameter in large.parameters():
+        parameter.zero_()
+    _fill(large.get_input_embeddings().weight, target.get_input_embeddings().weight)
+    _fill(large.get_output_embeddings().weight, target.get_output_embeddings().weight)
+    _fill_norm(large.model.norm, target.model.norm)
+    # Spread evenly, as the layers that add nothing are no cheaper in one place than in another.
+    for number, layer in enumerate(target.model.layers):
+        _fill_layer(large.model.layers[number * layers // config.num_hidden_layers], layer, shape, config.head_dim)
+    large.generation_config = copy.deepcopy(target.generation_config)
+    return large
+
+
+@torch.no_grad()
+def scaled_drafter(drafter: FalconDraftModel, target: PreTrainedModel, shape: Shape) -> FalconDraftModel:
+    """
+    A drafter for the scaled `target` with the function of `drafter`.
+
+    Raises:
+        `ValueError`: if `drafter` has parts that cannot be scaled, or does not fit into the shape.
+    """
+    config = drafter.config
+    if config.num_lstm_layers > 0 or config.conditioning_size > 0 or config.feature_layers:
+        raise ValueError(
+            f"The drafter has `num_lstm_layers` {config.num_lstm_layers}, `conditioning_size` "
+            f"{config.conditioning_size} and `feature_layers` {config.feature_layers}: only drafters without can be "
+            "scaled."
+        )
+    new = copy.deepcopy(config)
+    for name, value in vars(shape).items():
+        if name != "num_hidden_layers":
+            setattr(new, name, value)
+    new.rms_norm_eps = config.rms_norm_eps * config.hidden_size / shape.hidden_size
+    new.target_fingerprint = weights_fingerprint(target)
+    large = FalconDraftModel(new).to(drafter.device, drafter.dtype).eval()
+    for parameter in large.parameters():
+        parameter.zero_()
+    width, wide = config.hidden_size, shape.hidden_size
+    _fill_norm(large.fusion.embedding_norm, drafter.fusion.embedding_norm)
+    _fill(large.fusion.linear.weight[:, :wide], drafter.fusion.linear.weight[:, :width])
+    _fill(large.fusion.linear.weight[:, wide:], drafter.fusion.linear.weight[:, width:])
+    if drafter.anchor is not None:
+        for new_part, part in zip(large.anchor.weight.split(wide), drafter.anchor.weight.split(width)):
+            _fill(new_part, part)
+    for new_layer, layer in zip(large.layers, drafter.layers):
+        _fill_layer(new_layer, layer, shape, config.head_dim)
+    _fill_norm(large.norm, drafter.norm)
+    large.feature_mean.zero_()[:width] = drafter.feature_mean
+    large.feature_std.fill_(1.0)[:width] = drafter.feature_std
+    if config.draft_vocab_size is not None:
+        large.draft_vocab_ids.copy_(drafter.draft_vocab_ids)
+    large.generation_config = copy.deepcopy(drafter.generation_config)
+    return large
+
+
+def _fill(large: Tensor, small: Tensor) -> None:
+    """Writes a matrix into the upper left corner of another."""
+    if any(new < old for new, old in zip(large.shape, small.shape)):
+        raise ValueError(f"A matrix of {tuple(small.shape)} does not fit into one of {tuple(large.shape)}.")
+    large[tuple(slice(size) for size in small.shape)] = small
+
+
+def _fill_norm(large: Any, small: Any) -> None:
+    """The mean of squares is smaller by the share of zeros, and so is epsilon; the weight makes up for both."""
+    ratio = small.weight.shape[0] / large.weight.shape[0]
+    _fill(large.weight, (small.weight.double() * math.sqrt(ratio)).to(small.weight.dtype))
+
+
+def _fill_layer(large: Any, small: Any, shape: Shape, head_dim: int) -> None:
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        _fill_norm(getattr(large, name), getattr(small, name))
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        _fill(getattr(large.mlp, name).weight, getattr(small.mlp, name).weight)
+    _fill_attention(large.self_attn, small.self_attn, shape, head_dim)
+
+
+def _fill_attention(large: Any, small: Any, shape: Shape, head_dim: int) -> None:
+    """
+    Puts each head into a larger one whose frequencies have its own among them, and gives a group of query heads as
+    many copies of its key and value head as it takes where the groups of the shape are smaller.
+    """
+    if shape.head_dim % head_dim:
+        raise ValueError(f"`head_dim` {head_dim} does not divide the shape's, {shape.head_dim}.")
+    step = shape.head_dim // head_dim
+    half = torch.arange(head_dim // 2, device=small.q_proj.weight.device) * step
+    places = torch.cat((half, half + shape.head_dim // 2))
+    heads = small.q_proj.weight.shape[0] // head_dim
+    kv_heads = small.k_proj.weight.shape[0] // head_dim
+    group, new_group = heads // kv_heads, shape.num_attention_heads // shape.num_key_value_heads
+    copies = math.ceil(group / new_group)
+    if kv_heads * copies > shape.num_key_value_heads:
+        raise ValueError(f"{heads} heads over {kv_heads} key-value heads do not fit into the heads of {shape}.")
+    for head in range(heads):
+        kv_head, place = divmod(head, group)
+        new_kv_head = kv_head * copies + place // new_group
+        new_head = new_kv_head * new_group + place % new_group
+        for name, old, new in (("q_proj", head, new_head), ("k_proj", kv_head, new_kv_head)):
+            # The scores are divided by the root of the larger size.
+            factor = math.sqrt(step) if name == "q_proj" else 1.0
+            weight = getattr(small, name).weight[old * head_dim : (old + 1) * head_dim]
+            getattr(large, name).weight[new * shape.head_dim + places, : weight.shape[1]] = weight * factor
+        # Values are not turned: any places will do.
+        value = small.v_proj.weight[kv_head * head_dim : (kv_head + 1) * head_dim]
+        first = new_kv_head * shape.head_dim
+        large.v_proj.weight[first : first + head_dim, : value.shape[1]] = value
+        output = small.o_proj.weight[:, head * head_dim : (head + 1) * head_dim]
+        first = new_head * shape.head_dim
+        large.o_proj.weight[: output.shape[0], first : first + head_dim] = output
