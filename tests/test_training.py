@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from draft_fixtures import HIDDEN, VOCAB, random_tokens, tiny_drafter, tiny_target
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -50,6 +51,7 @@ from hf_falcon.training.provenance import git_revision
 from hf_falcon.training.target_layers import start_from_target_layers
 from hf_falcon.training.token_file import TokenFile
 from hf_falcon.training.trainer import (
+    FILLER,
     DraftSamples,
     FalconTrainer,
     FalconTrainingArguments,
@@ -75,6 +77,10 @@ def seeded(seed=0):
     return torch.Generator().manual_seed(seed)
 
 
+def each_seeded(samples, first=0):
+    return [seeded(first + sample) for sample in range(samples)]
+
+
 def token_file(samples=7, seed=5, lengths=(10, 20), prompt=4) -> TokenFile:
     generator = seeded(seed)
     tokens = [
@@ -85,7 +91,10 @@ def token_file(samples=7, seed=5, lengths=(10, 20), prompt=4) -> TokenFile:
 
 
 def draft_batch(target, lengths=(24, 17, 21), prompts=(12, 13, 20), layers=()) -> DraftBatch:
-    samples = [{"token_ids": random_tokens(n, seed=n), "prompt_length": p} for n, p in zip(lengths, prompts)]
+    samples = [
+        {"sample": i, "token_ids": random_tokens(n, seed=n), "prompt_length": p}
+        for i, (n, p) in enumerate(zip(lengths, prompts))
+    ]
     fields = collate(samples)
     return DraftBatch(target_features(target, fields["token_ids"], fields["valid"], layers), **fields)
 
@@ -102,13 +111,13 @@ def test_shift_left(steps):
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4])
 def test_random_blocks(block_size):
-    blocks, places = random_blocks(200, 9, block_size, seeded())
+    blocks, places = random_blocks(9, block_size, each_seeded(200))
     for row, place in zip(blocks.tolist(), places.tolist()):
         assert row[0] == 0 and place == [(place[0] + i) % block_size for i in range(9)]
         assert row == [(place[0] + i) // block_size for i in range(9)]
     # Every offset is met, about as often.
     assert places[:, 0].bincount(minlength=block_size).min() > 200 / block_size / 2
-    again = random_blocks(200, 9, block_size, seeded())
+    again = random_blocks(9, block_size, each_seeded(200))
     assert torch.equal(blocks, again[0]) and torch.equal(places, again[1])
 
 
@@ -117,7 +126,7 @@ def test_glance(ratio):
     torch.manual_seed(0)
     loss_positions = torch.rand(300, 12) < torch.rand(300, 1)
     distance = (torch.rand(300) * (loss_positions.sum(dim=1) + 1)).long()
-    glanced = glance(loss_positions, distance, ratio, seeded())
+    glanced = glance(loss_positions, distance, ratio, each_seeded(300))
     firsts = set()
     for row, allowed, wrong in zip(glanced, loss_positions, distance.tolist()):
         # Numbered among the loss positions, a run has no gaps.
@@ -125,14 +134,15 @@ def test_glance(ratio):
         assert len(chosen) == int(row.sum()) == int(ratio * wrong + 1e-6)
         assert chosen == list(range(chosen[0], chosen[0] + len(chosen))) if chosen else True
         firsts.update(chosen[:1])
-    assert torch.equal(glanced, glance(loss_positions, distance, ratio, seeded()))
+    assert torch.equal(glanced, glance(loss_positions, distance, ratio, each_seeded(300)))
     if ratio:
-        assert len(firsts) > 3 and not torch.equal(glanced, glance(loss_positions, distance, ratio, seeded(1)))
+        others = glance(loss_positions, distance, ratio, each_seeded(300, first=1))
+        assert len(firsts) > 3 and not torch.equal(glanced, others)
 
 
 def test_a_run_may_lie_anywhere():
     loss_positions = torch.tensor([[False, True, True, False, True, True, False]]).expand(200, 7)
-    glanced = glance(loss_positions, torch.full((200,), 4), 0.5, seeded())
+    glanced = glance(loss_positions, torch.full((200,), 4), 0.5, each_seeded(200))
     expected = {(1, 2), (2, 4), (4, 5)}
     assert {tuple(row.nonzero()[:, 0].tolist()) for row in glanced} == expected
 
@@ -384,6 +394,24 @@ def test_noise_is_drawn_from_the_generator(target):
     assert loss(1, 0.1) != loss(0, 0.1)
 
 
+def test_chance_is_a_sample_s_own(target):
+    """What is drawn for a sample depends on neither the others of its batch nor the padding."""
+    drafter = tiny_drafter(target, block_size=3, num_lstm_layers=0)
+    head, batch = BorrowedHead(drafter, target), draft_batch(target)
+    options = {"noise": 0.5, "glancing_ratio": 0.8}
+    together = draft_loss(drafter, head, batch, seeded(), WEIGHTS, **options)
+    counts, loss = torch.zeros_like(together.counts), 0.0
+    for rows, length in (([0], 24), ([2, 1], 21)):
+        part = DraftBatch(*(getattr(batch, field)[rows] for field in vars(batch)))
+        for field in ("features", "token_ids", "valid", "response"):
+            setattr(part, field, getattr(part, field)[:, :length])
+        found = draft_loss(drafter, head, part, seeded(), WEIGHTS, **options)
+        counts += found.counts
+        loss += found.loss.item() * int(found.counts.sum())
+    assert torch.equal(counts, together.counts)
+    assert loss / int(counts.sum()) == pytest.approx(together.loss.item(), rel=1e-5)
+
+
 def test_unrolling_an_lstm_is_refused(target):
     drafter = tiny_drafter(target, num_lstm_layers=1)
     head, batch = BorrowedHead(drafter, target), draft_batch(target)
@@ -436,6 +464,27 @@ def test_sampler(samples, batch_size):
         return sum(len(batch) * max(batch) - sum(batch) for batch in batches)
 
     assert padding(first) < 0.2 * padding(range(samples))
+
+
+@pytest.mark.parametrize("size", [8, 10, 16])
+def test_an_order_is_cut_or_filled_up(size):
+    order = list(LengthGroupedSampler(list(range(5, 15)), 4, seed=3))
+    found = LengthGroupedSampler(list(range(5, 15)), 4, seed=3, size=size)
+    assert list(found) == (order + [FILLER] * 6)[:size] and len(found) == size
+
+
+def test_a_filler_counts_for_nothing(target, tmp_path):
+    samples = DraftSamples(token_file(), [3, 4], 64)
+    batch = collate([samples[FILLER], samples[1]])
+    assert batch["sample"].tolist() == [FILLER, 4] and batch["valid"].sum(dim=1).tolist() == [1, samples.lengths[1]]
+    run = trainer(target, tmp_path, save_strategy="no")
+    sums = []
+    for items in ([0, 1], [FILLER, 1, FILLER, 0]):
+        run._sums.take(lambda values: sums.append(values) or values)
+        run.compute_loss(run.model.eval(), collate([samples[item] for item in items]))
+    run._sums.take(lambda values: sums.append(values) or values)
+    torch.testing.assert_close(sums[0], sums[1])
+    assert not run.compute_loss(run.model, collate([samples[FILLER]])).isnan()
 
 
 def test_feature_statistics(target):
@@ -653,7 +702,7 @@ def test_a_loss_that_is_no_number(target, tmp_path):
     batch = load_file(kept)
     order = list(run._get_train_sampler())[4:6]
     expected = collate([run.train_dataset[index] for index in order])
-    assert set(batch) == {"features", "token_ids", "valid", "response"}
+    assert set(batch) == {"features", "token_ids", "valid", "response", "sample"}
     for name, tensor in expected.items():
         assert torch.equal(batch[name], tensor), name
     features = target_features(target, expected["token_ids"], expected["valid"])
@@ -1046,6 +1095,7 @@ def test_a_plan_finds_mistakes(workplace, tmp_path, changes, message):
         {},
         {"gradient_accumulation_steps": 3},
         {"dataloader_drop_last": True},
+        {"dataloader_drop_last": True, "gradient_accumulation_steps": 2},
         {"save_strategy": "epoch"},
         {"max_steps": 5},
     ]
@@ -1112,6 +1162,96 @@ def test_a_plan_reads_stored_features_once(workplace, tmp_path, capsys):
         train.main(arguments(workplace, tmp_path, plan=True, max_steps=100, **options))
         shares.append(int(re.search(r"(\d+)% of them the target's", capsys.readouterr().out)[1]))
     assert shares[1] < shares[0] / 5
+
+
+# How a step's eight samples are shared: processes, samples of a batch, accumulated batches.
+SHARES = [(1, 8, 1), (1, 2, 4), (2, 4, 1), (2, 2, 2)]
+LOSSES = {
+    "glancing": {"block_size": 2, "glancing_ratio": 0.8},
+    "unrolled": {"block_size": 1, "num_lstm_layers": 0, "unroll_passes": 2},
+}
+# transformers 5.17 loads the optimiser to a device "cpu:0", which torch knows nothing of.
+CANNOT_RESUME = transformers.__version__.startswith("5.17.")
+# Accelerate shards on accelerators only: with one more argument, the CPUs pass for some.
+RUN_ALL = """
+import json, sys
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+from hf_falcon.commands import train
+
+plain = AcceleratorState.__init__
+
+def pretend(self, *args, **kwargs):
+    if not AcceleratorState._shared_state:
+        PartialState(cpu=True)
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+    plain(self, *args, **kwargs)
+
+if len(sys.argv) > 2:
+    AcceleratorState.__init__ = pretend
+for command in json.loads(sys.argv[1]):
+    assert train.main(command) == 0
+    assert (AcceleratorState().distributed_type == DistributedType.FSDP) == (len(sys.argv) > 2)
+"""
+
+
+@pytest.fixture(scope="module")
+def shared_runs(workplace, tmp_path_factory):
+    """The folder of the runs that learn the same from the same samples, in one and in two processes."""
+    folder = tmp_path_factory.mktemp("shared")
+    # Of 27 samples, three are left for the fourth step, and three more are held out: fewer than a process takes.
+    token_file(samples=30, lengths=(6, 60)).save(folder / "tokens.safetensors")
+    options = {"data": folder / "tokens.safetensors", "max_steps": 6, "logging_steps": 1, "feature_noise": 0.5}
+    options |= {"eval_strategy": "steps", "eval_steps": 2, "learning_rate": 1e-2, "eval_samples": 3}
+    options |= {"per_device_eval_batch_size": 2}
+    commands = {1: [], 2: [], "fsdp": []}
+    for name, changes in LOSSES.items():
+        for processes, batch, accumulated in SHARES:
+            sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated}
+            output = folder / f"{name}-{processes}-{batch}-{accumulated}"
+            commands[processes].append(arguments(workplace, output, **options, **changes, **sizes))
+    sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    output = folder / "unrolled-fsdp"
+    commands["fsdp"].append([*arguments(workplace, output, **options, **LOSSES["unrolled"], **sizes), "--fsdp"])
+    # They stop after each step, and go on.
+    options |= {"max_minutes": 0, **LOSSES["glancing"], **sizes}
+    if not CANNOT_RESUME:
+        commands[2] += 6 * [arguments(workplace, folder / "pieces", **options)]
+    commands["fsdp"] += 6 * [[*arguments(workplace, folder / "pieces-fsdp", **options), "--fsdp"]]
+    for command in commands[1]:
+        assert train.main(command) == 0
+    script = folder / "run_all.py"
+    script.write_text(RUN_ALL)
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", script]
+    for arguments_of_script in ([json.dumps(commands[2])], [json.dumps(commands["fsdp"]), "fsdp"]):
+        subprocess.run([*launch, *arguments_of_script], check=True, timeout=600)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "run",
+    [f"{name}-{p}-{b}-{a}" for name in LOSSES for p, b, a in SHARES[1:]] + ["unrolled-fsdp", "pieces", "pieces-fsdp"],
+)
+def test_a_step_is_the_same_however_it_is_shared(shared_runs, run):
+    if run == "pieces" and CANNOT_RESUME:
+        pytest.skip("transformers cannot resume several processes on CPUs")
+    names = ("unrolled-1-8-1" if run.startswith("unrolled") else "glancing-1-8-1", run)
+    histories = []
+    for name in names:
+        state = json.loads((shared_runs / name / "trainer_state.json").read_text())
+        rows = [row for row in state["log_history"] if "loss" in row or "eval_loss" in row]
+        # Not the place in the epoch: a short step has fewer batches.
+        clocks = ("epoch", "tokens_per_second", "eval_tokens_per_second")
+        histories.append([{name: value for name, value in row.items() if name not in clocks} for row in rows])
+    assert len(histories[0]) == len(histories[1]) == 6 + 3
+    for expected, found in zip(*histories):
+        assert found == pytest.approx(expected, abs=1e-4)
+    provenance = [json.loads((shared_runs / name / "provenance.json").read_text()) for name in names]
+    assert provenance[0]["tokens_seen"] == provenance[1]["tokens_seen"]
+    expected, found = (FalconDraftModel.from_pretrained(shared_runs / name).state_dict() for name in names)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-3, msg=name)
 
 
 @pytest.mark.slow

@@ -110,10 +110,8 @@ def samples_per_step(args: FalconTrainingArguments) -> int:
 
 def training_steps(samples: int, args: FalconTrainingArguments) -> tuple[int, int]:
     """Steps of the optimiser in an epoch and in the run, as Trainer counts them."""
-    batches = samples / args.train_batch_size
-    batches = math.floor(batches) if args.dataloader_drop_last else math.ceil(batches)
-    per_process = math.ceil(batches / args.world_size)
-    per_epoch = max(1, math.ceil(per_process / args.gradient_accumulation_steps))
+    whole = math.floor if args.dataloader_drop_last else math.ceil
+    per_epoch = max(1, whole(samples / samples_per_step(args)))
     return per_epoch, args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
 
 

@@ -135,7 +135,7 @@ def main(argv: list[str]) -> int:
         if not any("eval_loss" in row and row["step"] == state.global_step for row in state.log_history):
             trainer.evaluate()
         if state.global_step >= state.max_steps:
-            _log_final_tau(trainer, target, drafter, held_out, options.final_tau_prompts)
+            _log_final_tau(trainer, target, held_out, options.final_tau_prompts)
     # Once more, with what was measured after the training.
     plot.on_train_end(args, state, trainer.control)
     trainer.save_state()
@@ -162,13 +162,14 @@ def _split(
 def _log_final_tau(
     trainer: FalconTrainer,
     target: PreTrainedModel,
-    drafter: FalconDraftModel,
     held_out: DraftSamples,
     prompts: int,
 ) -> None:
     samples = [held_out[item] for item in range(min(prompts, len(held_out)))]
     if not samples or not trainer.is_world_process_zero():
         return
+    # The saved one: of the one in training, a process may have no more than a shard.
+    drafter = FalconDraftModel.from_pretrained(str(trainer.args.output_dir), dtype=torch.float32).to(target.device)
     found = decoded_tau(target, drafter, [sample["token_ids"][: sample["prompt_length"]] for sample in samples])
     if found:
         trainer.log({name: round(value, 5) for name, value in found.items()})

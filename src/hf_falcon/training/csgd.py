@@ -27,12 +27,14 @@ class DraftBatch:
         token_ids (`torch.LongTensor` of shape `(batch, length)`): the tokens `t_i`.
         valid (`torch.BoolTensor` of shape `(batch, length)`): `False` on padding.
         response (`torch.BoolTensor` of shape `(batch, length)`): `True` where `t_i` belongs to a response.
+        sample (`torch.LongTensor` of shape `(batch,)`): the number of each row's sample in the data.
     """
 
     features: Tensor
     token_ids: Tensor
     valid: Tensor
     response: Tensor
+    sample: Tensor
 
 
 @dataclass
@@ -79,19 +81,30 @@ def shift_left(values: Tensor, steps: int) -> Tensor:
     return shifted
 
 
-def random_blocks(batch: int, length: int, block_size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+def judged_positions(response: Tensor, valid: Tensor, block_size: int) -> Tensor:
+    """
+    Where a prediction counts: at i, if the token that is read from it, that at i + block_size + 1, is a response's.
+
+    Returns:
+        `torch.BoolTensor` of shape `(batch, length)`.
+    """
+    return shift_left(response & valid, block_size + 1)
+
+
+def random_blocks(length: int, block_size: int, generators: list[torch.Generator]) -> tuple[Tensor, Tensor]:
     """
     Cuts each sequence into blocks at a random offset, so that a drafter meets every alignment (it drafts from blocks
-    that end at the newest token, wherever that is).
+    that end at the newest token, wherever that is). There is one generator for each sequence.
 
     Returns:
         Two `torch.LongTensor` of shape `(batch, length)`: the block of each position, and its place in that block.
     """
-    shifted = torch.arange(length)[None] + torch.randint(block_size, (batch, 1), generator=generator)
+    offsets = torch.stack([torch.randint(block_size, (1,), generator=generator) for generator in generators])
+    shifted = torch.arange(length)[None] + offsets
     return shifted // block_size, shifted % block_size
 
 
-def glance(loss_positions: Tensor, distance: Tensor, ratio: float, generator: torch.Generator) -> Tensor:
+def glance(loss_positions: Tensor, distance: Tensor, ratio: float, generators: list[torch.Generator]) -> Tensor:
     """
     Chooses the positions whose input is replaced by the correct one, k steps ahead: one contiguous run of
     `ratio * distance` loss positions in each sample, at a random place (Falcon, equation 6).
@@ -100,7 +113,7 @@ def glance(loss_positions: Tensor, distance: Tensor, ratio: float, generator: to
         loss_positions (`torch.BoolTensor` of shape `(batch, length)`): positions that count.
         distance (`torch.Tensor` of shape `(batch,)`): Hamming distance between drafter and target on them.
         ratio (`float`): lambda.
-        generator (`torch.Generator`): source of the random places.
+        generators (`list[torch.Generator]`): sources of the random places, one for each sample.
 
     Returns:
         `torch.BoolTensor` of shape `(batch, length)`.
@@ -108,7 +121,7 @@ def glance(loss_positions: Tensor, distance: Tensor, ratio: float, generator: to
     rank = loss_positions.cumsum(dim=1) - 1
     available = loss_positions.sum(dim=1)
     wanted = torch.minimum((ratio * distance).long(), available)
-    place = torch.rand(available.shape, generator=generator).to(available.device)
+    place = torch.cat([torch.rand(1, generator=generator) for generator in generators]).to(available.device)
     start = (place * (available - wanted + 1)).long()
     return loss_positions & (rank >= start[:, None]) & (rank < (start + wanted)[:, None])
 
@@ -146,7 +159,9 @@ def draft_loss(
         drafter ([`FalconDraftModel`]): the drafter in training.
         head ([`BorrowedHead`]): the target's embedding and head.
         batch ([`DraftBatch`]): sequences and the target's features of them.
-        generator (`torch.Generator`): a CPU generator; all chance comes from it.
+        generator (`torch.Generator`):
+            A CPU generator. It and `batch.sample` are all that chance depends on: what is drawn for a sample does not
+            change with the batch that the sample is in.
         weights ([`DistillationWeights`]): weights of the loss.
         noise (`float`, *optional*, defaults to 0.1):
             Uniform noise in (-noise, noise) on normalised input features, against the drift of fed-back features.
@@ -160,20 +175,24 @@ def draft_loss(
     """
     check_unrolling(drafter, passes)
     block_size, hidden_size = drafter.config.block_size, drafter.config.hidden_size
-    rows, length = batch.token_ids.shape
+    length = batch.token_ids.shape[1]
     device = batch.features.device
-    block_ids, place_in_block = (t.to(device) for t in random_blocks(rows, length, block_size, generator))
-    # Drawn on the device, from a seed of the one generator: there are too many of these to send.
-    noise_generator = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=generator)))
+    seed = int(torch.randint(2**31, (), generator=generator))
+    generators = [torch.Generator().manual_seed(seed + sample) for sample in batch.sample.tolist()]
+    block_ids, place_in_block = (t.to(device) for t in random_blocks(length, block_size, generators))
     targets, layer_outputs = batch.features.split((hidden_size, batch.features.shape[-1] - hidden_size), dim=-1)
-    uniform = torch.rand(targets.shape, generator=noise_generator, device=device) * 2 - 1
-    noisy = targets + (noise * uniform * drafter.feature_std).to(targets.dtype)
+    uniform = torch.zeros(targets.shape, device=device)
+    for row, valid, own in zip(uniform, batch.valid.sum(dim=1).tolist(), generators, strict=True):
+        # Drawn on the device, from a seed of the row's generator: there are too many of these to send.
+        noise_generator = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=own)))
+        row[:valid].uniform_(-noise, noise, generator=noise_generator)
+    noisy = targets + (uniform * drafter.feature_std).to(targets.dtype)
     features = torch.cat((noisy, layer_outputs), dim=-1)
     embeds = head.embed(shift_left(batch.token_ids, 1))
 
     # The prediction at i is judged against feature i + k, whose own prediction is the token at i + k + 1.
     labels = shift_left(targets, block_size)
-    judged = shift_left(batch.response & batch.valid, block_size + 1)
+    judged = judged_positions(batch.response, batch.valid, block_size)
     place = place_in_block[judged]
     # Token t_{i+k}, before the one that is read from the prediction at i. In a block that is a token of the same
     # block: the true one here, that of the branch in decoding.
@@ -185,7 +204,7 @@ def draft_loss(
             guess = drafter.condition(_draft_pass(drafter, features, embeds, block_ids, batch.valid), previous)[judged]
             wrong = torch.zeros_like(judged)
             wrong[judged] = distillation_loss(guess, labels[judged], head, weights.soft)[1] > 0
-            glanced = glance(judged, wrong.sum(dim=1), glancing_ratio, generator)
+            glanced = glance(judged, wrong.sum(dim=1), glancing_ratio, generators)
         given = torch.where(glanced[..., None], shift_left(batch.features, block_size), features)
         given_embeds = torch.where(glanced[..., None], shift_left(embeds, block_size), embeds)
 

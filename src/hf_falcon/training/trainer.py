@@ -11,12 +11,14 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.utils.data import Dataset, Sampler
 from transformers import (
     PreTrainedModel,
@@ -34,11 +36,14 @@ from ..borrowed_head import BorrowedHead
 from ..draft_options import DraftOptions
 from ..modeling_falcon_draft import FalconDraftModel
 from .checkpoints import empty, prune, publish, publish_files, scratch_folder
-from .csgd import DistillationWeights, DraftBatch, DraftLoss, check_unrolling, draft_loss
+from .csgd import DistillationWeights, DraftBatch, DraftLoss, check_unrolling, draft_loss, judged_positions
 from .estimated_tau import TOP, estimated_tau_chain, estimated_tau_tree
 from .features import StoredFeatures, target_features
 from .provenance import PROVENANCE_NAME, provenance
 from .token_file import TokenFile
+
+# In the place of a sample's index: one token with nothing to predict, which fills up a batch.
+FILLER = -1
 
 
 @dataclass
@@ -109,11 +114,13 @@ class DraftSamples(Dataset):
         return len(self._indices)
 
     def __getitem__(self, item: int) -> dict[str, Any]:
-        index = self._indices[item]
+        index, length = (self._indices[0], 1) if item == FILLER else (self._indices[item], self._max_length)
         token_ids, prompt_length = self.data.sample(index)
-        sample = {"token_ids": token_ids[: self._max_length], "prompt_length": prompt_length}
+        sample = {"sample": index, "token_ids": token_ids[:length], "prompt_length": prompt_length}
+        if item == FILLER:
+            sample["sample"] = FILLER
         if self._stored is not None:
-            sample["features"] = self._stored.sample(index)[: self._max_length]
+            sample["features"] = self._stored.sample(index)[:length]
         return sample
 
 
@@ -124,6 +131,7 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
     lengths = torch.tensor([[len(sample["token_ids"])] for sample in samples])
     prompts = torch.tensor([[sample["prompt_length"]] for sample in samples])
     batch = {"token_ids": token_ids, "valid": places < lengths, "response": (places >= prompts) & (places < lengths)}
+    batch["sample"] = torch.tensor([sample["sample"] for sample in samples])
     if "features" in samples[0]:
         batch["features"] = nn.utils.rnn.pad_sequence([s["features"] for s in samples], batch_first=True)
     return batch
@@ -133,21 +141,31 @@ class LengthGroupedSampler(Sampler[int]):
     """
     A random order in which samples of a batch have like lengths; a pure function of seed and epoch, so that a resumed
     run sees the same data in the same order.
+
+    Args:
+        lengths (`list[int]`): tokens of each sample.
+        batch_size (`int`): samples that are learnt from together, in all processes.
+        seed (`int`): the order's seed.
+        size (`int`, *optional*): length of the order, which is cut or filled up to it with `FILLER`.
     """
 
-    def __init__(self, lengths: list[int], batch_size: int, seed: int):
+    def __init__(self, lengths: list[int], batch_size: int, seed: int, size: int | None = None):
         self._lengths, self._batch_size, self._seed = torch.tensor(lengths), batch_size, seed
+        self._size = len(lengths) if size is None else size
         self._epoch = 0
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch = epoch
 
     def __len__(self) -> int:
-        return len(self._lengths)
+        return self._size
 
     def __iter__(self) -> Iterator[int]:
+        return islice(chain(self._samples(), repeat(FILLER)), self._size)
+
+    def _samples(self) -> Iterator[int]:
         generator = torch.Generator().manual_seed(self._seed * 1_000_003 + self._epoch)
-        order = torch.randperm(len(self), generator=generator)
+        order = torch.randperm(len(self._lengths), generator=generator)
         for pool in order.split(50 * self._batch_size):
             by_length = pool[self._lengths[pool].argsort(descending=True, stable=True)]
             batches = by_length.split(self._batch_size)
@@ -241,12 +259,14 @@ class FalconTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
         )
-        self.model_accepts_loss_kwargs = False
+        # Trainer then leaves to `compute_loss` what it takes to average over batches and processes.
+        self.model_accepts_loss_kwargs = True
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
             self.add_callback(_DraftProgress())
+        self.add_callback(_Epoch())
         if args.max_minutes is not None:
-            self.add_callback(_TimeLimit(args.max_minutes))
+            self.add_callback(_TimeLimit(args.max_minutes, self._add_processes))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
         """See [`~transformers.Trainer.train`]. A finished run stays as it is: Trainer would add a step to it."""
@@ -260,7 +280,31 @@ class FalconTrainer(Trainer):
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> LengthGroupedSampler:
-        return LengthGroupedSampler(self.train_dataset.lengths, self.args.train_batch_size, self.args.seed)
+        return self._sampler(self.train_dataset, self.args.train_batch_size, self.args.gradient_accumulation_steps)
+
+    def _get_eval_sampler(self, eval_dataset: Any) -> LengthGroupedSampler:
+        return self._sampler(eval_dataset, self.args.eval_batch_size)
+
+    def _sampler(self, samples: DraftSamples, batch_size: int, accumulated: int = 1) -> LengthGroupedSampler:
+        """The same samples in each step, however many processes and accumulated batches share them."""
+        processes, size = self.args.world_size, len(samples)
+        step = batch_size * processes * accumulated
+        if self.args.dataloader_drop_last:
+            size -= size % step
+        elif processes > 1:
+            # Else accelerate would, with samples of the next batches, so that these counted twice.
+            size += -size % (batch_size * processes)
+        return LengthGroupedSampler(samples.lengths, step, self.args.seed, size)
+
+    def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """See [`~transformers.Trainer.get_batch_samples`]. The items are the loss positions of all processes."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        judged = sum((self._judged(batch) for batch in batches), torch.tensor(0.0))
+        # A step without any has no loss, but it is a step.
+        return batches, self._add_processes(judged).clamp_min(1)
+
+    def _judged(self, inputs: dict[str, Tensor]) -> Tensor:
+        return judged_positions(inputs["response"], inputs["valid"], self._drafter.config.block_size).sum().float()
 
     def compute_loss(
         self,
@@ -275,20 +319,26 @@ class FalconTrainer(Trainer):
             features = target_features(
                 self._target, inputs["token_ids"], inputs["valid"], self._drafter.config.feature_layers
             )
-        batch = DraftBatch(features, inputs["token_ids"], inputs["valid"], inputs["response"])
-        # Chance depends on the step alone, so that a resumed run makes the same draws.
-        step, rank = self.state.global_step, self.args.process_index
-        generator = torch.Generator().manual_seed((self.args.seed * 1_000_003 + step) * 1_009 + rank)
+        batch = DraftBatch(features, inputs["token_ids"], inputs["valid"], inputs["response"], inputs["sample"])
+        # Chance depends on the step alone (and on the sample), so that a resumed run makes the same draws.
+        step = self.state.global_step
+        generator = torch.Generator().manual_seed(self.args.seed * 1_000_003 + step)
         ratio = self.args.glancing_ratio * (1 - step / max(1, self.state.max_steps)) if model.training else 0.0
         result = model(batch, generator, ratio)
         if not math.isfinite(result.loss.item()):
             raise self._broken(f"The loss is {result.loss.item()}", batch)
         if model.training:
             self._last_batch = batch
-        tokens = int(inputs["valid"].sum())
-        self._sums.add(result, tokens)
+        tokens = int(inputs["valid"][inputs["sample"] != FILLER].sum())
+        # What this batch weighs in the mean over all that is judged: in its step, or in the held-out samples.
+        weight, loss = self._judged(inputs), result.loss
+        if num_items_in_batch is not None:
+            weight = weight / num_items_in_batch
+            # Gradients and losses of processes are averaged, not added.
+            loss = loss * weight * self.args.world_size
+        self._sums.add(result, weight, tokens)
         self._uncounted_tokens += tokens if model.training else 0
-        return (result.loss, {"loss": result.loss}) if return_outputs else result.loss
+        return (loss, {"loss": loss}) if return_outputs else loss
 
     def evaluate(
         self,
@@ -390,7 +440,10 @@ class FalconTrainer(Trainer):
         # The run's folder may hold the drafter of an earlier piece: it stays whole until the new one is.
         scratch = scratch_folder(folder)
         empty(scratch)
-        self._drafter.save_pretrained(scratch)
+        if state_dict is not None:
+            # FSDP's, gathered from all processes; that of the objective.
+            state_dict = {name.removeprefix("drafter."): tensor for name, tensor in state_dict.items()}
+        self._drafter.save_pretrained(scratch, state_dict=state_dict)
         progress = {"steps": self.state.global_step, "tokens_seen": self.state.num_input_tokens_seen}
         text = json.dumps({**self._provenance, **progress}, indent=2, default=str)
         (scratch / PROVENANCE_NAME).write_text(text + "\n", encoding="utf-8")
@@ -398,36 +451,38 @@ class FalconTrainer(Trainer):
         scratch.rmdir()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        self._drafter.load_state_dict(load_file(os.path.join(resume_from_checkpoint, "model.safetensors")))
+        weights: dict[str, Any] = load_file(os.path.join(resume_from_checkpoint, "model.safetensors"))
+        # Not `load_state_dict`, which knows nothing of FSDP's shards.
+        set_model_state_dict(self._drafter, weights, options=StateDictOptions(full_state_dict=True))
 
 
 class _RunningSums:
     """Sums of the loss parts and of hits by depth since they were last taken."""
 
     def __init__(self) -> None:
-        self._results: list[DraftLoss] = []
+        self._results: list[tuple[DraftLoss, Tensor]] = []
         self._tokens = 0
         self._since = time.perf_counter()
 
-    def add(self, result: DraftLoss, tokens: int) -> None:
-        self._results.append(result)
+    def add(self, result: DraftLoss, weight: Tensor, tokens: int) -> None:
+        self._results.append((result, weight))
         self._tokens += tokens
 
     def take(self, add_processes: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Means over all batches of all processes, whose sums `add_processes` adds up; begins anew."""
+        """Weighted means over all batches of all processes, whose sums `add_processes` adds up; begins anew."""
         results, tokens, seconds = self._results, self._tokens, time.perf_counter() - self._since
         self.__init__()  # type: ignore[misc]
         if not results:
             return {}
-        counts = torch.stack([r.counts for r in results]).sum(0)
-        correct = torch.stack([r.correct for r in results]).sum(0)
-        losses = torch.stack([torch.stack((r.regression, r.distillation)) for r in results]).sum(0)
-        local = [losses, losses.new_tensor([len(results), tokens]), counts, correct.flatten()]
+        counts = torch.stack([r.counts for r, _ in results]).sum(0)
+        correct = torch.stack([r.correct for r, _ in results]).sum(0)
+        losses = torch.stack([w * torch.stack((r.regression, r.distillation, torch.ones_like(w))) for r, w in results])
+        local = [losses.sum(0), counts.new_tensor([tokens]), counts, correct.flatten()]
         values = add_processes(torch.cat([part.float() for part in local])).cpu()
-        regression, distillation, batches, tokens = values[:4].tolist()
+        regression, distillation, weight, tokens = values[:4].tolist()
         metrics = {
-            "regression": regression / batches,
-            "distillation": distillation / batches,
+            "regression": regression / (weight or 1),
+            "distillation": distillation / (weight or 1),
             "tokens_per_second": tokens / seconds,
         }
         depths = len(counts)
@@ -456,13 +511,21 @@ class _DraftProgress(ProgressCallback):
             self.training_bar.set_postfix(shown)
 
 
-class _TimeLimit(TrainerCallback):
-    """Saves and stops when the time is up."""
+class _Epoch(TrainerCallback):
+    """Tells the sampler its epoch: accelerate does not reach it where one of several processes skips batches."""
 
-    def __init__(self, minutes: float):
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
+        train_dataloader.set_epoch(int(state.epoch))
+
+
+class _TimeLimit(TrainerCallback):
+    """Saves and stops when the time of a process is up: all stop at the same step, or some would wait for ever."""
+
+    def __init__(self, minutes: float, add_processes: Callable[[Tensor], Tensor]):
         self._end = time.monotonic() + 60 * minutes
+        self._add_processes = add_processes
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if time.monotonic() > self._end:
+        if self._add_processes(torch.tensor(int(time.monotonic() > self._end))) > 0:
             control.should_save = True
             control.should_training_stop = True
