@@ -49,6 +49,8 @@ def _build(
 
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 _OPT = {"ffn_dim": 48, "word_embed_proj_dim": 32, "init_std": _STD}
+_BART = {"d_model": 32, "decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48, "init_std": _STD}
+_BART |= {"is_decoder": True, "is_encoder_decoder": False}
 _LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24}
 _LONG |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]}
 
@@ -74,11 +76,24 @@ TARGETS: dict[str, Callable[[], PreTrainedModel]] = {
         initializer_range=0.2,
     ),
     "gemma3": lambda: _build("Gemma3Text", head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW + 1, **_MIXED),
+    "gemma4": lambda: _build(
+        "Gemma4Text",
+        head_dim=8,
+        global_head_dim=16,
+        sliding_window=WINDOW + 1,
+        hidden_size_per_layer_input=8,
+        vocab_size_per_layer_input=VOCAB,
+        num_kv_shared_layers=0,
+        **_MIXED,
+    ),
     "gpt2": lambda: _build("GPT2", model_suffix="LMHeadModel", **_GPT2),
     "olmo2": lambda: _build("Olmo2", seed=4, num_hidden_layers=3),
     "granite": lambda: _build("Granite", logits_scaling=3.0, embedding_multiplier=2.0, residual_multiplier=0.7),
     "cohere": lambda: _build("Cohere", logit_scale=0.25),
     "cohere2": lambda: _build("Cohere2", logit_scale=0.25, sliding_window=WINDOW + 1, **_MIXED),
+    "modernbert": lambda: _build(
+        "ModernBertDecoder", local_attention=2 * WINDOW, bos_token_id=1, eos_token_id=VOCAB, **_MIXED
+    ),
     "opt": lambda: _build("OPT", **_OPT),
 }
 # Rotary frequencies that change once the context is longer than 24 tokens.
@@ -96,6 +111,9 @@ ROPE_SCALED: dict[str, Callable[[], PreTrainedModel]] = {
 WITHOUT_TREES: dict[str, Callable[[], PreTrainedModel]] = {
     "bloom": lambda: _build("Bloom", attention="eager", seed=4, n_layer=2, n_head=4, initializer_range=0.2),
     "falcon-alibi": lambda: _build("Falcon", alibi=True, new_decoder_architecture=False, initializer_range=0.2),
+    "bart": lambda: _build("Bart", **_BART),
+    "bert": lambda: _build("Bert", model_suffix="LMHeadModel", initializer_range=0.2),
+    "openai-gpt": lambda: _build("OpenAIGPT", model_suffix="LMHeadModel", attention="eager", **_GPT2),
 }
 # Targets that transformers itself refuses to assist.
 RECURRENT: dict[str, Callable[[], PreTrainedModel]] = {

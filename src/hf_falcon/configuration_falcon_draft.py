@@ -188,32 +188,40 @@ class FalconDraftConfig(PreTrainedConfig):
         text_config = config.get_text_config(decoder=True)
         # Only a Llama-like shape can be copied; where the target names it otherwise (GPT-2, OPT) take the usual one.
         hidden_size = text_config.hidden_size
-        heads = getattr(text_config, "num_attention_heads", None) or max(1, hidden_size // 64)
-        head_dim = getattr(text_config, "head_dim", None)
+        heads = _field(text_config, "num_attention_heads") or max(1, hidden_size // 64)
+        head_dim = _field(text_config, "head_dim")
         if head_dim is None and hidden_size % heads != 0:
             head_dim = 2 * max(1, hidden_size // heads // 2)
-        intermediate_size = getattr(text_config, "intermediate_size", None)
-        scaling = getattr(text_config, "logits_scaling", None)
+        intermediate_size = _field(text_config, "intermediate_size")
+        scaling = _field(text_config, "logits_scaling")
         fields: dict[str, Any] = {
             "vocab_size": text_config.vocab_size,
             "hidden_size": hidden_size,
             "intermediate_size": intermediate_size if isinstance(intermediate_size, int) else 4 * hidden_size,
             "num_attention_heads": heads,
-            "num_key_value_heads": getattr(text_config, "num_key_value_heads", None) or heads,
+            "num_key_value_heads": _field(text_config, "num_key_value_heads") or heads,
             "head_dim": head_dim,
-            "rms_norm_eps": getattr(text_config, "rms_norm_eps", None) or 1e-5,
+            "rms_norm_eps": _field(text_config, "rms_norm_eps") or 1e-5,
             "rope_theta": _rope_theta(text_config),
-            "max_position_embeddings": getattr(text_config, "max_position_embeddings", None) or 2048,
-            "logit_scale": 1.0 / scaling if scaling else getattr(text_config, "logit_scale", None) or 1.0,
-            "logit_softcapping": getattr(text_config, "final_logit_softcapping", None),
-            "bos_token_id": copy.copy(text_config.bos_token_id),
-            "eos_token_id": copy.copy(text_config.eos_token_id),
-            "pad_token_id": copy.copy(text_config.pad_token_id),
+            "max_position_embeddings": _field(text_config, "max_position_embeddings") or 2048,
+            "logit_scale": 1.0 / scaling if scaling else _field(text_config, "logit_scale") or 1.0,
+            "logit_softcapping": _field(text_config, "final_logit_softcapping"),
+            "bos_token_id": copy.copy(_field(text_config, "bos_token_id")),
+            "eos_token_id": copy.copy(_field(text_config, "eos_token_id")),
+            "pad_token_id": copy.copy(_field(text_config, "pad_token_id")),
             "target_model_type": text_config.model_type,
             "target_name_or_path": config.name_or_path or None,
             "target_fingerprint": fingerprint,
         }
         return cls(**{**fields, **overrides})
+
+
+def _field(config: PreTrainedConfig, name: str) -> Any:
+    """A field of a target's configuration; `None` where there is none, or one for each layer (Gemma 4)."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:
+        return None
 
 
 def _rope_theta(text_config: PreTrainedConfig) -> float:

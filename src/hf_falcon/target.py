@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -61,8 +62,14 @@ def why_no_tree(
         return f"the batch has {input_ids.shape[0]} rows and trees are verified for one"
     if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
         return "the prompt is given as `inputs_embeds`"
+    if not getattr(config, "is_decoder", True):
+        return "the target is an encoder (`is_decoder` is False), which keeps no cache"
     if _uses_alibi(config):
         return "the target uses ALiBi positions, which cannot follow a tree"
+    inputs = inspect.signature(model.forward).parameters
+    missing = [name for name in ("position_ids", "past_key_values") if name not in inputs]
+    if missing:
+        return f"the target takes no `{missing[0]}`, which a tree needs"
     unknown = layer_kinds(model.config) - {_FULL, _SLIDING}
     if unknown or getattr(model, "_is_stateful", False):
         return f"the target has layers of kind {sorted(unknown) or 'recurrent'}, which cannot be rolled back"
@@ -123,8 +130,7 @@ class FeatureTap:
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] = ()):
-        # Not `base_model`: OPT's language model calls the decoder inside it directly.
-        self._decoder = model.get_decoder()
+        self._decoder = decoder_of(model)
         self._layers = decoder_layers(model, layers)
         self._thread = threading.get_ident()
         self._outputs: list[Tensor] = []
@@ -164,6 +170,13 @@ class FeatureTap:
             self._outputs.append(output[0] if isinstance(output, tuple) else output)
 
 
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of a causal language model whose output its LM head reads."""
+    # OPT's language model calls the decoder inside its base model directly; ModernBERT's `decoder` is its LM head.
+    decoder = model.get_decoder()
+    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+
+
 def decoder_layers(model: PreTrainedModel, wanted: Sequence[int]) -> list[nn.Module]:
     """
     Some of a model's decoder layers.
@@ -172,7 +185,7 @@ def decoder_layers(model: PreTrainedModel, wanted: Sequence[int]) -> list[nn.Mod
         `ValueError`: if the model has no such layer.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = [each for each in model.get_decoder().children() if isinstance(each, nn.ModuleList) and len(each) == count]
+    lists = [each for each in decoder_of(model).children() if isinstance(each, nn.ModuleList) and len(each) == count]
     if wanted and (not lists or max(wanted) >= count):
         raise ValueError(
             f"`feature_layers` is {list(wanted)}, but {type(model).__name__} has {count if lists else 'no'} decoder "
