@@ -194,6 +194,8 @@ class FalconDraftConfig(PreTrainedConfig):
             head_dim = 2 * max(1, hidden_size // heads // 2)
         intermediate_size = _field(text_config, "intermediate_size")
         scaling = _field(text_config, "logits_scaling")
+        # XLNet's is -1: no limit.
+        longest = _field(text_config, "max_position_embeddings") or 0
         fields: dict[str, Any] = {
             "vocab_size": text_config.vocab_size,
             "hidden_size": hidden_size,
@@ -203,7 +205,7 @@ class FalconDraftConfig(PreTrainedConfig):
             "head_dim": head_dim,
             "rms_norm_eps": _field(text_config, "rms_norm_eps") or 1e-5,
             "rope_theta": _rope_theta(text_config),
-            "max_position_embeddings": _field(text_config, "max_position_embeddings") or 2048,
+            "max_position_embeddings": longest if longest > 0 else 2048,
             "logit_scale": 1.0 / scaling if scaling else _field(text_config, "logit_scale") or 1.0,
             "logit_softcapping": _field(text_config, "final_logit_softcapping"),
             "bos_token_id": copy.copy(_field(text_config, "bos_token_id")),
