@@ -14,14 +14,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAPER = "--block_size 2 --num_lstm_layers 2"
+PAPER = "--block_size 2 --num_lstm_layers 2 --distillation_weight 0.1"
 LINEAR = "--num_lstm_layers 0 --distillation_weight 1"
 RECIPES = {
     "paper: k = 2, LSTM, CSGD": PAPER,
     "without CSGD (no glancing)": f"{PAPER} --glancing_ratio 0",
     "k = 3": f"{PAPER} --block_size 3",
     "k = 4": f"{PAPER} --block_size 4",
-    "k = 1, linear fusion (EAGLE)": "--block_size 1 --num_lstm_layers 0",
+    "k = 1, linear fusion (EAGLE)": "--block_size 1 --num_lstm_layers 0 --distillation_weight 0.1",
     "A: the same, distillation weight 1": f"--block_size 1 {LINEAR}",
     "A, layers started from the target's": f"--block_size 1 {LINEAR} --init_layers_from_target true",
     "B: A, 3 unrolled passes": f"--block_size 1 {LINEAR} --unroll_passes 3",

@@ -47,9 +47,16 @@ def test_a_file(file):
     assert args.adam_beta2 == 0.95 and args.num_train_epochs == 3.0
 
 
+EXAMPLES = Path(__file__).parents[1] / "examples"
+
+
+def test_the_papers_recipe():
+    options, args = parse("--config", str(EXAMPLES / "paper.yaml"), "--data", "a", "--output_dir", "b")
+    assert (options.block_size, options.num_lstm_layers, args.distillation_weight) == (2, 2, 0.1)
+
+
 def test_the_example():
-    path = Path(__file__).parents[1] / "examples" / "train_llama_8b.yaml"
-    options, args = parse("--config", str(path), "--unroll_passes", "3")
+    options, args = parse("--config", str(EXAMPLES / "train_llama_8b.yaml"), "--unroll_passes", "3")
     assert (options.block_size, options.num_lstm_layers, options.data) == (1, 0, ["runs/llama/tokens.safetensors"])
     assert (args.unroll_passes, args.eval_passes, args.num_train_epochs, args.learning_rate) == (3, 3, 4, 1e-4)
 

@@ -948,6 +948,9 @@ def arguments(workplace, output, **changes):
         "output_dir": output,
         "max_steps": 3,
         "per_device_train_batch_size": 4,
+        # As in the paper: what has most parts.
+        "block_size": 2,
+        "num_lstm_layers": 2,
         "num_draft_layers": 1,
         "report_to": "none",
         "use_cpu": True,

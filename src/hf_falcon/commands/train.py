@@ -37,7 +37,8 @@ class DrafterArguments:
         init_layers_from_target (`bool`, *optional*, defaults to `False`): start the decoder layers of a new drafter
             from the target's last ones. For targets with layers as Llama's.
         block_size, num_lstm_layers, num_draft_layers, conditioning_size, feature_layers, draft_vocab_size:
-            See [`FalconDraftConfig`].
+            See [`FalconDraftConfig`]. One token a pass from a linear fusion if the first two are left out; the paper
+            has two and two.
 
     > Parameters that control the data
 
@@ -62,8 +63,8 @@ class DrafterArguments:
     init_layers_from_target: bool = field(
         default=False, metadata={"help": "Start the decoder layers from the target's last ones."}
     )
-    block_size: int = field(default=2, metadata={"help": "Tokens proposed by one draft pass (k)."})
-    num_lstm_layers: int = field(default=2, metadata={"help": "LSTM layers; 0 is one linear layer."})
+    block_size: int = field(default=1, metadata={"help": "Tokens proposed by one draft pass (k)."})
+    num_lstm_layers: int = field(default=0, metadata={"help": "LSTM layers; 0 is one linear layer."})
     num_draft_layers: int = field(default=2, metadata={"help": "Decoder layers of the drafter."})
     conditioning_size: int = field(
         default=0, metadata={"help": "Width of the MLP that couples the tokens of a block; 0 for none."}
