@@ -1298,6 +1298,7 @@ def get_last_step(folder) -> int:
     "changes, message",
     [
         ({"block_size": 0}, "`block_size` is 0"),
+        ({"architecture": "medusa"}, "`architecture` is 'medusa': choose one of falcon, medusa_like"),
         ({"draft_vocab_size": 65}, "`draft_vocab_size` is 65: set it between 1 and `vocab_size` (64)"),
         ({"max_length": 4}, "`max_length` (4) tokens: raise it"),
         ({"unroll_passes": 2}, "Set `unroll_passes=1` or `num_lstm_layers=0`"),

@@ -213,7 +213,7 @@ class FalconDraftModel(PreTrainedModel):
     Constructing one, also as custom code from the Hub, makes `target.generate(assistant_model=drafter)` work.
     """
 
-    config_class = FalconDraftConfig
+    config_class: type[FalconDraftConfig] = FalconDraftConfig
     base_model_prefix = "drafter"
     main_input_name = "features"
     _no_split_modules = ["FalconDecoderLayer"]

@@ -22,12 +22,14 @@ class Models:
         target ([`PreTrainedModel`]): the target.
         drafter ([`FalconDraftModel`]): its drafter.
         eagle_like ([`FalconDraftModel`], *optional*): a drafter of one token a pass without an LSTM.
+        medusa_like ([`MedusaLikeModel`], *optional*): a drafter in the manner of Medusa.
         draft_model ([`PreTrainedModel`], *optional*): a smaller language model with the target's tokenizer.
     """
 
     target: PreTrainedModel
     drafter: FalconDraftModel
     eagle_like: FalconDraftModel | None = None
+    medusa_like: FalconDraftModel | None = None
     draft_model: PreTrainedModel | None = None
 
 
@@ -58,6 +60,12 @@ def _eagle_like(models: Models) -> dict[str, Any]:
     return {"assistant_model": _with_options(drafter, draft_tree="static", assistant_confidence_threshold=0.0)}
 
 
+def _medusa_like(models: Models) -> dict[str, Any]:
+    if models.medusa_like is None:
+        raise NotAvailable("no drafter is given as `medusa_like`")
+    return {"assistant_model": _with_options(models.medusa_like, draft_tree="static")}
+
+
 def _early_exit(models: Models) -> dict[str, Any]:
     layers = models.target.config.get_text_config(decoder=True).num_hidden_layers
     return {"assistant_early_exit": max(1, 2 * layers // 3)}
@@ -76,6 +84,7 @@ METHODS: dict[str, Callable[[Models], dict[str, Any]]] = {
     "early_exit": _early_exit,
     "draft_model": _draft_model,
     "eagle_like": _eagle_like,
+    "medusa_like": _medusa_like,
     "falcon_chain": _falcon_chain,
     "falcon_static": _falcon_static,
     "falcon": _falcon,

@@ -15,6 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, HfArgumentParser
 
 from ..bench import report
+from ..bench.medusa import MedusaLikeModel
 from ..bench.methods import METHODS, Models, resolve
 from ..bench.metrics import PLAIN, summarise
 from ..bench.prompts import HUB_DATA, read_turns
@@ -38,6 +39,9 @@ class BenchArguments:
     drafter: str | None = field(default=None, metadata={"help": "Drafter, from the Hub or a folder."})
     eagle_like: str | None = field(
         default=None, metadata={"help": "Drafter of `eagle_like`; the same one if left out and of that kind."}
+    )
+    medusa_like: str | None = field(
+        default=None, metadata={"help": "Drafter of `medusa_like`, of `train --architecture medusa_like`."}
     )
     draft_model: str | None = field(default=None, metadata={"help": "Smaller language model, for `draft_model`."})
     methods: str = field(
@@ -79,6 +83,9 @@ def main(argv: list[str]) -> int:
         target,
         load_drafter(arguments.drafter, dtype, device),
         None if arguments.eagle_like is None else load_drafter(arguments.eagle_like, dtype, device),
+        None
+        if arguments.medusa_like is None
+        else MedusaLikeModel.from_pretrained(arguments.medusa_like, dtype=dtype).to(device).eval(),
         None
         if arguments.draft_model is None
         else AutoModelForCausalLM.from_pretrained(arguments.draft_model, dtype=dtype).to(device).eval(),

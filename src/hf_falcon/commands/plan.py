@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_utils import SaveStrategy
 
 from ..configuration_falcon_draft import FalconDraftConfig
-from ..modeling_falcon_draft import FalconDraftModel
 from ..training.csgd import check_unrolling
 from ..training.distillation import chunk_rows
 from ..training.token_file import TokenFile
 from ..training.trainer import DraftSamples, FalconTrainingArguments
+from .architectures import ARCHITECTURES
 from .models import TARGET_NAME, converted_target, resolve_dtype
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ def describe(
     dtype = resolve_dtype(options.target_dtype or "auto", args.device)
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target_folder(options)), dtype=dtype)
-        drafter = FalconDraftModel(config)
+        drafter = ARCHITECTURES[options.architecture](config)
     check_unrolling(drafter, args.unroll_passes)
     target_size, size = (sum(p.numel() for p in model.parameters()) for model in (target, drafter))
     steps_per_epoch, steps = training_steps(len(train), args)

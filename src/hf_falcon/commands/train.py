@@ -19,6 +19,7 @@ from ..training.target_layers import start_from_target_layers
 from ..training.token_file import TokenFile
 from ..training.trainer import DraftSamples, FalconTrainer, FalconTrainingArguments
 from . import plan
+from .architectures import ARCHITECTURES
 from .models import load_target
 from .run_arguments import parse_run
 
@@ -33,6 +34,7 @@ class DrafterArguments:
     Args:
         data (`list[str]`): token files of `hf-falcon prepare`.
         target (`str`, *optional*): name or folder of the target; the demo's target if left out.
+        architecture (`str`, *optional*, defaults to `"falcon"`): `"medusa_like"` is what the benchmark compares with.
         init_from (`str`, *optional*): a drafter to start from instead of new weights.
         init_layers_from_target (`bool`, *optional*, defaults to `False`): start the decoder layers of a new drafter
             from the target's last ones. For targets with layers as Llama's.
@@ -59,6 +61,7 @@ class DrafterArguments:
 
     data: list[str] = field(metadata={"help": "Token files of `hf-falcon prepare`."})
     target: str | None = field(default=None, metadata={"help": "Name or folder of the target."})
+    architecture: str = field(default="falcon", metadata={"help": f"One of {', '.join(ARCHITECTURES)}."})
     init_from: str | None = field(default=None, metadata={"help": "A drafter to start from."})
     init_layers_from_target: bool = field(
         default=False, metadata={"help": "Start the decoder layers from the target's last ones."}
@@ -81,6 +84,8 @@ class DrafterArguments:
     plan: bool = field(default=False, metadata={"help": "Print what would run, and stop."})
 
     def __post_init__(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise ValueError(f"`architecture` is {self.architecture!r}: choose one of {', '.join(ARCHITECTURES)}.")
         if self.final_tau_prompts < 0:
             raise ValueError(f"`final_tau_prompts` is {self.final_tau_prompts}: give 0 (none) or more.")
         if self.init_from is not None and self.init_layers_from_target:
@@ -191,9 +196,10 @@ def _check_vocabulary(data: TokenFile, vocab_size: int) -> None:
 
 def _config(options: DrafterArguments, target: PreTrainedModel | PreTrainedConfig) -> FalconDraftConfig:
     """The configuration of the drafter, new or to start from."""
+    kind = ARCHITECTURES[options.architecture].config_class
     if options.init_from is not None:
-        return FalconDraftConfig.from_pretrained(options.init_from)
-    return FalconDraftConfig.from_target(
+        return kind.from_pretrained(options.init_from)
+    return kind.from_target(
         target,
         block_size=options.block_size,
         num_lstm_layers=options.num_lstm_layers,
@@ -206,9 +212,9 @@ def _config(options: DrafterArguments, target: PreTrainedModel | PreTrainedConfi
 
 def _drafter(options: DrafterArguments, target: PreTrainedModel, data: TokenFile) -> FalconDraftModel:
     if options.init_from is not None:
-        return FalconDraftModel.from_pretrained(options.init_from, dtype=torch.float32)
+        return ARCHITECTURES[options.architecture].from_pretrained(options.init_from, dtype=torch.float32)
     config = _config(options, target)
-    drafter = FalconDraftModel(config)
+    drafter = ARCHITECTURES[options.architecture](config)
     if options.init_layers_from_target:
         start_from_target_layers(drafter, target)
     mean, std = feature_statistics(target, data)
