@@ -56,8 +56,8 @@ class FalconTrainingArguments(TrainingArguments):
     Args:
         regression_weight (`float`, *optional*, defaults to 1.0):
             Weight of the regression of features.
-        distillation_weight (`float`, *optional*, defaults to 1.0):
-            Weight of the distillation of token distributions (w_dist). The paper has 0.1.
+        distillation_weight (`float`, *optional*, defaults to 0.1):
+            Weight of the distillation of token distributions (w_dist).
         soft_label_share (`float`, *optional*, defaults to 0.9):
             Share of the KL divergence in the distillation; the rest is cross-entropy with the target's token.
         feature_noise (`float`, *optional*, defaults to 0.1):
@@ -81,7 +81,7 @@ class FalconTrainingArguments(TrainingArguments):
     adam_beta2: float = field(default=0.95, metadata={"help": "Beta2 of AdamW."})
     max_grad_norm: float = field(default=0.5, metadata={"help": "Gradients are clipped to this norm."})
     regression_weight: float = field(default=1.0, metadata={"help": "Weight of the regression of features."})
-    distillation_weight: float = field(default=1.0, metadata={"help": "Weight of the token distributions."})
+    distillation_weight: float = field(default=0.1, metadata={"help": "Weight of the token distributions."})
     soft_label_share: float = field(default=0.9, metadata={"help": "Share of KL in the distillation."})
     feature_noise: float = field(default=0.1, metadata={"help": "Uniform noise on normalised input features."})
     glancing_ratio: float = field(default=0.4, metadata={"help": "Glancing at the start; falls to 0 at the end."})
