@@ -23,7 +23,6 @@ RECIPES = {
     "k = 4": f"{PAPER} --block_size 4",
     "k = 1, linear fusion (EAGLE)": "--block_size 1 --num_lstm_layers 0 --distillation_weight 0.1",
     "A: the same, distillation weight 1": f"--block_size 1 {LINEAR}",
-    "A, layers started from the target's": f"--block_size 1 {LINEAR} --init_layers_from_target true",
     "B: A, 3 unrolled passes": f"--block_size 1 {LINEAR} --unroll_passes 3",
     "B, 3 more target layers": f"--block_size 1 {LINEAR} --unroll_passes 3 --feature_layers 2 14 26",
     "B, 3 more target layers, no regression": f"--block_size 1 {LINEAR} --unroll_passes 3 --feature_layers 2 14 26 "

@@ -130,8 +130,8 @@ class FeatureTap:
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] = ()):
-        self._decoder = decoder_of(model)
-        self._layers = decoder_layers(model, layers)
+        self._decoder = _decoder_of(model)
+        self._layers = _decoder_layers(model, layers)
         self._thread = threading.get_ident()
         self._outputs: list[Tensor] = []
         self._collected: list[Tensor] = []
@@ -170,14 +170,14 @@ class FeatureTap:
             self._outputs.append(output[0] if isinstance(output, tuple) else output)
 
 
-def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+def _decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The part of a causal language model whose output its LM head reads."""
     # OPT's language model calls the decoder inside its base model directly; ModernBERT's `decoder` is its LM head.
     decoder = model.get_decoder()
     return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
 
 
-def decoder_layers(model: PreTrainedModel, wanted: Sequence[int]) -> list[nn.Module]:
+def _decoder_layers(model: PreTrainedModel, wanted: Sequence[int]) -> list[nn.Module]:
     """
     Some of a model's decoder layers.
 
@@ -185,7 +185,7 @@ def decoder_layers(model: PreTrainedModel, wanted: Sequence[int]) -> list[nn.Mod
         `ValueError`: if the model has no such layer.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = [each for each in decoder_of(model).children() if isinstance(each, nn.ModuleList) and len(each) == count]
+    lists = [each for each in _decoder_of(model).children() if isinstance(each, nn.ModuleList) and len(each) == count]
     if wanted and (not lists or max(wanted) >= count):
         raise ValueError(
             f"`feature_layers` is {list(wanted)}, but {type(model).__name__} has {count if lists else 'no'} decoder "

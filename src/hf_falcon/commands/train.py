@@ -15,7 +15,6 @@ from ..modeling_falcon_draft import FalconDraftModel
 from ..training.features import StoredFeatures, feature_statistics
 from ..training.final_tau import decoded_tau
 from ..training.plot import TrainingPlot
-from ..training.target_layers import start_from_target_layers
 from ..training.token_file import TokenFile
 from ..training.trainer import DraftSamples, FalconTrainer, FalconTrainingArguments
 from . import plan
@@ -36,8 +35,6 @@ class DrafterArguments:
         target (`str`, *optional*): name or folder of the target; the demo's target if left out.
         architecture (`str`, *optional*, defaults to `"falcon"`): `"medusa_like"` is what the benchmark compares with.
         init_from (`str`, *optional*): a drafter to start from instead of new weights.
-        init_layers_from_target (`bool`, *optional*, defaults to `False`): start the decoder layers of a new drafter
-            from the target's last ones. For targets with layers as Llama's.
         block_size, num_lstm_layers, num_draft_layers, conditioning_size, feature_layers, draft_vocab_size:
             See [`FalconDraftConfig`]. One token a pass from a linear fusion if the first two are left out; the paper
             has two and two.
@@ -63,9 +60,6 @@ class DrafterArguments:
     target: str | None = field(default=None, metadata={"help": "Name or folder of the target."})
     architecture: str = field(default="falcon", metadata={"help": f"One of {', '.join(ARCHITECTURES)}."})
     init_from: str | None = field(default=None, metadata={"help": "A drafter to start from."})
-    init_layers_from_target: bool = field(
-        default=False, metadata={"help": "Start the decoder layers from the target's last ones."}
-    )
     block_size: int = field(default=1, metadata={"help": "Tokens proposed by one draft pass (k)."})
     num_lstm_layers: int = field(default=0, metadata={"help": "LSTM layers; 0 is one linear layer."})
     num_draft_layers: int = field(default=2, metadata={"help": "Decoder layers of the drafter."})
@@ -88,11 +82,6 @@ class DrafterArguments:
             raise ValueError(f"`architecture` is {self.architecture!r}: choose one of {', '.join(ARCHITECTURES)}.")
         if self.final_tau_prompts < 0:
             raise ValueError(f"`final_tau_prompts` is {self.final_tau_prompts}: give 0 (none) or more.")
-        if self.init_from is not None and self.init_layers_from_target:
-            raise ValueError(
-                f"`init_layers_from_target` is set and `init_from` is {self.init_from!r}: give one of them, both say "
-                "where the weights come from."
-            )
 
 
 def frequent_tokens(data: TokenFile, vocab_size: int, size: int) -> tuple[torch.Tensor, float]:
@@ -215,8 +204,6 @@ def _drafter(options: DrafterArguments, target: PreTrainedModel, data: TokenFile
         return ARCHITECTURES[options.architecture].from_pretrained(options.init_from, dtype=torch.float32)
     config = _config(options, target)
     drafter = ARCHITECTURES[options.architecture](config)
-    if options.init_layers_from_target:
-        start_from_target_layers(drafter, target)
     mean, std = feature_statistics(target, data)
     drafter.feature_mean.copy_(mean)
     drafter.feature_std.copy_(std)
