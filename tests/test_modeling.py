@@ -442,6 +442,16 @@ def test_config_refuses(changes, message):
         FalconDraftConfig(**changes)
 
 
+@pytest.mark.parametrize("kind", ["codegen", "gemma4_text", "xlnet"])
+def test_config_from_targets_without_some_fields(kind):
+    """No special tokens, head sizes by layer, no limit of positions."""
+    target = AutoConfig.for_model(kind)
+    config = FalconDraftConfig.from_target(target)
+    assert (config.hidden_size, config.vocab_size) == (target.hidden_size, target.vocab_size)
+    assert config.head_dim >= 2 and config.max_position_embeddings >= 1
+    assert kind != "codegen" or config.pad_token_id is None
+
+
 def test_layers_that_the_target_lacks(target):
     with pytest.raises(ValueError, match=r"`feature_layers` is \[2\], but LlamaForCausalLM has 2 decoder layers"):
         FalconCandidateGenerator(tiny_drafter(target, feature_layers=[2]), target)
