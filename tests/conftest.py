@@ -14,6 +14,12 @@ from transformers.utils import logging as transformers_logging
 import hf_falcon
 
 
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory):
+    """What tests measure stays with them."""
+    os.environ["HF_FALCON_CACHE"] = str(tmp_path_factory.mktemp("costs"))
+
+
 @pytest.fixture(autouse=True)
 def hook_on():
     """Whatever a test does to the hook, the next one finds it installed."""

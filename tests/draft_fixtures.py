@@ -2,6 +2,7 @@
 """A tiny target and tiny drafters for it, with weights large enough that every one of them matters."""
 
 import torch
+from tiny_models import SAME_EVERY_ROUND
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from hf_falcon import FalconDraftConfig, FalconDraftModel
@@ -43,6 +44,8 @@ def tiny_drafter(target: PreTrainedModel, seed: int = 1, scale: float = 0.3, **c
     torch.manual_seed(seed)
     config = FalconDraftConfig.from_target(target, **{"intermediate_size": 48, **changes})
     drafter = FalconDraftModel(config).eval()
+    for name, value in SAME_EVERY_ROUND.items():
+        setattr(drafter.generation_config, name, value)
     if config.draft_vocab_size is not None:
         drafter.draft_vocab_ids.copy_(torch.randperm(config.vocab_size)[: config.draft_vocab_size].sort().values)
     if scale:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_falcon import FalconCandidateGenerator, StaticTree
+from hf_falcon.costs import Costs
 
 
 class OracleCandidateGenerator(FalconCandidateGenerator):
@@ -36,10 +37,10 @@ class OracleCandidateGenerator(FalconCandidateGenerator):
         """Depth that the true path reaches if it takes first ranks only, or in a static tree any path."""
         return min(self._tree.max_depth, self.options.num_assistant_tokens)
 
-    def propose(self, root: Tensor, max_depth: int):
+    def propose(self, *args: Any, **kwargs: Any):
         self._depth = 0
         self._ranks = self._path_of_ranks() if self._scattered else []
-        return super().propose(root, max_depth)
+        return super().propose(*args, **kwargs)
 
     def _path_of_ranks(self) -> list[int]:
         """Ranks of the true tokens by depth."""
@@ -77,6 +78,20 @@ class OracleCandidateGenerator(FalconCandidateGenerator):
                     chosen[rank] = true
                 token_ids[block, offset] = torch.tensor(chosen)
         return log_probs.view(*features.shape[:-1], children), token_ids.view(*features.shape[:-1], children)
+
+
+class FreeDrafting(Costs):
+    """Drafting costs next to nothing, and no clock is read."""
+
+    def __init__(self, seconds):
+        super().__init__({0: 1.0, max(seconds): 1.1})
+        self.draft_pass = self.commit = 0.01
+
+    def observe_target(self, cost, seconds):
+        pass
+
+    def observe_drafting(self, commit_seconds, pass_seconds, passes):
+        pass
 
 
 def use_oracle(monkeypatch, truth: Tensor, accuracy: float = 1.0, scattered: bool = False, seed: int = 0) -> list:

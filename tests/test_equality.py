@@ -10,9 +10,11 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from oracle import use_oracle
+from oracle import FreeDrafting, use_oracle
 from tiny_models import EXTRAS, ROPE_SCALED, TARGETS, prompt, tiny_drafter, tiny_target
 from transformers import PreTrainedModel
+
+from hf_falcon.pace import experience_of
 
 NEW_TOKENS = 34
 # Ranks with gaps, leaves at every depth, and the deepest of them not on the first ranks.
@@ -26,6 +28,12 @@ DRAFTS: dict[str, dict | None] = {
 }
 # Drafts that put the whole truth into the tree.
 ALL_IN_TREE = {("oracle", "dynamic"), ("oracle", "static"), ("scattered", "static"), ("scattered", "own")}
+# The same tree every round; with what is found in the context; and what pays, as long as drafting costs nothing.
+PACES: dict[str, dict] = {
+    "constant": {},
+    "lookup": {"prompt_lookup_num_tokens": 7},
+    "heuristic": {"num_assistant_tokens_schedule": "heuristic", "prompt_lookup_num_tokens": 7},
+}
 SAMPLERS = {
     "temperature": {"temperature": 0.7, "top_k": 0},
     "top_k": {"top_k": 5, "temperature": 1.3},
@@ -47,6 +55,7 @@ class Case(NamedTuple):
     nodes: int
     prompt_length: int
     draft: str
+    pace: str = "constant"
 
 
 VALUES = Case(
@@ -57,6 +66,7 @@ VALUES = Case(
     nodes=(1, 2, 3, 6, 16, 64),
     prompt_length=(1, 2, 5, 8, 20, 40),
     draft=tuple(DRAFTS),
+    pace=tuple(PACES),
 )
 
 
@@ -70,7 +80,8 @@ def sampled_cases(name: str, count: int) -> Iterator[Case]:
 def options_of(case: Case) -> dict:
     tree = OWN_PATHS if case.tree == "own" else case.tree
     # Narrow and wide alike: a small budget leaves no room for many paths anyway.
-    return {"num_assistant_tokens": case.nodes, "num_draft_passes": 3, "draft_tree": tree, "draft_width": 3}
+    sizes = {"num_assistant_tokens": case.nodes, "num_draft_passes": 3, "draft_width": 3}
+    return {**sizes, "draft_tree": tree, **PACES[case.pace]}
 
 
 def fresh_target(name: str) -> PreTrainedModel:
@@ -94,6 +105,8 @@ def check(monkeypatch, name: str, case: Case, settings: tuple = (), seed: int = 
     drafter = tiny_drafter(target, case.block_size, case.num_lstm_layers, case.extra, **options_of(case))
     expected = plain(name, case.prompt_length, settings, seed)
     draft = DRAFTS[case.draft]
+    monkeypatch.setattr("hf_falcon.decoding.Costs", FreeDrafting)
+    experience_of(drafter, target).costs.clear()
     made = [] if draft is None else use_oracle(monkeypatch, expected, seed=seed, **draft)
     torch.manual_seed(seed)
     output = target.generate(
@@ -109,7 +122,10 @@ def check(monkeypatch, name: str, case: Case, settings: tuple = (), seed: int = 
     assert output.past_key_values.get_seq_length() == expected.shape[1] - 1
     statistics = output.draft_statistics
     all_in_tree = (case.draft, case.tree) in ALL_IN_TREE
-    if all_in_tree and name not in ROPE_SCALED:
+    if case.pace != "constant" and case.tree == "dynamic":
+        # What is looked up takes nodes from the draft.
+        assert statistics.rounds + statistics.accepted_tokens == statistics.new_tokens - 1
+    elif all_in_tree and name not in ROPE_SCALED:
         # Rounds of as many tokens as the tree is deep and the target's own. None is drafted before a block is known.
         steps = max(0, case.block_size - case.prompt_length)
         assert statistics.rounds <= steps + math.ceil((NEW_TOKENS - 1) / (made[0].tree_depth + 1))
@@ -156,8 +172,9 @@ def test_changing_rotary_frequencies(name, monkeypatch):
 @pytest.mark.parametrize("name", [*TARGETS, *ROPE_SCALED])
 def test_greedy_equals_plain_for_all(name, block_size, num_lstm_layers, tree, monkeypatch):
     lengths, extras = itertools.cycle(VALUES.prompt_length), itertools.cycle(("nothing", "nothing", *VALUES.extra))
+    paces = itertools.cycle(("constant", "heuristic", "constant", "lookup", "heuristic"))
     for nodes, draft in itertools.product((1, 6, 64), DRAFTS):
-        case = Case(block_size, num_lstm_layers, next(extras), tree, nodes, next(lengths), draft)
+        case = Case(block_size, num_lstm_layers, next(extras), tree, nodes, next(lengths), draft, next(paces))
         check(monkeypatch, name, case)
 
 

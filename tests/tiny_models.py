@@ -127,6 +127,13 @@ def tiny_target(name: str) -> PreTrainedModel:
     return {**TARGETS, **ROPE_SCALED, **WITHOUT_TREES, **RECURRENT}[name]()
 
 
+# The same tree every round, whatever that costs.
+SAME_EVERY_ROUND = {
+    "num_assistant_tokens": 12,
+    "num_draft_passes": 4,
+    "num_assistant_tokens_schedule": "constant",
+    "prompt_lookup_num_tokens": 0,
+}
 # What a drafter may have beside the paper's parts.
 EXTRAS: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -157,9 +164,14 @@ def tiny_drafter(
     extra: str = "nothing",
     **options: Any,
 ) -> FalconDraftModel:
-    """A random drafter for `target`; `options` are set on its generation configuration, the others take defaults."""
+    """
+    A random drafter for `target`; `options` are set on its generation configuration. By default it drafts the same
+    tree every round, whatever that costs, and nothing is looked up.
+    """
     drafter = _drafter(target, block_size, num_lstm_layers, extra)
-    drafter.generation_config = transformers.GenerationConfig(**{"assistant_confidence_threshold": 0.0, **options})
+    drafter.generation_config = transformers.GenerationConfig(
+        **{**SAME_EVERY_ROUND, "assistant_confidence_threshold": 0.0, **options}
+    )
     return drafter
 
 

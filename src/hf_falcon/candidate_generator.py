@@ -16,8 +16,9 @@ from .borrowed_head import BorrowedHead
 from .draft_cache import DraftCache
 from .draft_options import DraftOptions
 from .modeling_falcon_draft import FalconDraftModel, LSTMState, additive_mask
+from .pace import Experience, Guess, Pace
 from .target import FeatureTap
-from .tree import Branches, DraftTree, DynamicRound, DynamicTree, StaticRound, StaticTree, single_node, static_paths
+from .tree import DraftTree, DynamicRound, DynamicTree, StaticRound, StaticTree, static_paths
 
 # Rows of one drafter forward over a prompt. Masks are rows * context, so a prompt costs no quadratic memory.
 _PREFILL_ROWS = 512
@@ -64,6 +65,8 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._first_position = 0
         self._committed = 0
         self._tap = FeatureTap(target, drafter.config.feature_layers)
+        # Draft passes of the last round after its first block, which comes with the commit.
+        self.passes = 0
 
     def __enter__(self) -> FalconCandidateGenerator:
         self._tap.__enter__()
@@ -107,27 +110,44 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._tail = rows[:, -(size - 1) :] if size > 1 else rows[:, :0]
         self._block_features = predicted[:, -size:] if self._committed >= size else None
 
-    def propose(self, root: Tensor, max_depth: int) -> DraftTree:
+    def propose(
+        self, root: Tensor, max_depth: int, pace: Pace | None = None, guess: Guess | None = None, drafts: bool = True
+    ) -> DraftTree:
         """
         Drafts the tree of a round.
 
         Args:
             root (`torch.LongTensor` of shape `(1,)`): the newest token, which the target chose.
             max_depth (`int`): tokens that a path may have at most.
+            pace ([`Pace`], *optional*): says how much is drafted; the options do if left out.
+            guess ([`Guess`], *optional*): a path of at most `max_depth` tokens that a dynamic tree takes in.
+            drafts (`bool`, *optional*, defaults to `True`): `False` draws up the tree of the guess alone.
 
         Returns:
             [`DraftTree`]: of the root alone where nothing can be drafted.
         """
-        if self._block_features is None or max_depth < 1:
-            return single_node(root)
-        size, base = self._block_size, self._committed
+        root = root.to(self._device)
+        pace = pace or Pace(self.options, Experience(), self._device)
         tree_round = self._tree.start(max_depth)
-        predicted, states = self._block_features, self._lstm_state
+        if drafts and self._block_features is not None and max_depth > 0:
+            self._draft(tree_round, root, self._block_features, pace)
+        if guess is not None and isinstance(tree_round, DynamicRound):
+            tree_round.add_path(*guess)
+        return tree_round.finish(root, pace.size)
+
+    def _draft(self, tree_round: StaticRound | DynamicRound, root: Tensor, predicted: Tensor, pace: Pace) -> None:
+        """
+        Runs draft passes for as long as they pay, from the block that was committed last on (`predicted`, of shape
+        `(1, block_size, hidden_size)`).
+        """
+        size, base = self._block_size, self._committed
+        states = self._lstm_state
         # Which drafted blocks each block of the last pass sees: those of its ancestors, in drafting order.
         lineage = torch.zeros(1, 0, dtype=torch.bool, device=self._device)
         self._cache.length = base
-        newest, depth = root.to(self._device), 0
-        while (drafted := self._grow(tree_round, predicted, newest)) is not None:
+        newest, depth = root, 0
+        self.passes = 0
+        while (drafted := self._grow(tree_round, predicted, newest, depth, pace)) is not None:
             if states is not None:
                 states = (states[0][:, drafted.blocks], states[1][:, drafted.blocks])
             fused, states = self.drafter.fuse(drafted.features, self.head.embed(drafted.token_ids), states)
@@ -147,7 +167,7 @@ class FalconCandidateGenerator(CandidateGenerator):
             ).view(width, size, -1)
             self._cache.advance(width * size)
             newest, depth = drafted.token_ids[:, -1], depth + size
-        return tree_round.finish(root)
+            self.passes += 1
 
     def get_candidates(self, input_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         """
@@ -210,7 +230,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         return predicted
 
     def _grow(
-        self, tree_round: StaticRound | DynamicRound, predicted: Tensor, newest: Tensor
+        self, tree_round: StaticRound | DynamicRound, predicted: Tensor, newest: Tensor, depth: int, pace: Pace
     ) -> _DraftedBlocks | None:
         """
         Grows the tree by the levels of one pass.
@@ -218,6 +238,8 @@ class FalconCandidateGenerator(CandidateGenerator):
         Args:
             predicted (`torch.Tensor` of shape `(blocks, block_size, hidden_size)`): what the pass predicted.
             newest (`torch.LongTensor` of shape `(blocks,)`): the token before the first one of each block.
+            depth (`int`): its depth.
+            pace ([`Pace`]): says whether there is to be a next pass.
 
         Returns:
             The blocks that the next pass continues, or `None` where there is to be no next pass.
@@ -233,10 +255,10 @@ class FalconCandidateGenerator(CandidateGenerator):
                 log_probs, token_ids = self._candidates(here)
             else:
                 log_probs, token_ids = (each[blocks, offset] for each in marginals)
-            tree_round.add(log_probs, token_ids)
+            tree_round.add(log_probs + pace.correction(depth + offset + 1), token_ids)
             branches = tree_round.branches()
             ends_block = offset == self._block_size - 1
-            if branches is None or (ends_block and not self._pays(branches)):
+            if branches is None or (ends_block and not pace.another_pass(branches, tree_round.best())):
                 return None
             blocks = blocks[branches.rows]
             tokens = torch.cat((tokens[branches.rows], branches.token_ids[:, None]), dim=1)
@@ -249,10 +271,3 @@ class FalconCandidateGenerator(CandidateGenerator):
         # A drafter that overflows must not break the order that the tree is cut by.
         best = log_probs.nan_to_num(nan=-torch.inf).topk(self._tree.max_children, dim=-1)
         return best.values, self.head.to_target_ids(best.indices)
-
-    def _pays(self, branches: Branches) -> bool:
-        """Whether another pass is worth its time: the most probable path is still likely enough."""
-        threshold = self.options.assistant_confidence_threshold
-        if threshold <= 0 or branches.log_probs is None:
-            return True
-        return bool(branches.log_probs.max() >= math.log(threshold))

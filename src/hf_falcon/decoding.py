@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
@@ -13,7 +14,10 @@ from transformers.utils import logging
 
 from .borrowed_head import was_trained_for
 from .candidate_generator import FalconCandidateGenerator
+from .costs import Circumstances, Costs, Stopwatch, load, measure, save
 from .modeling_falcon_draft import FalconDraftModel
+from .pace import AdaptivePace, Pace, RoundTime, experience_of
+from .retrieval import ContextIndex
 from .statistics import FalconGenerateOutput, StatisticsRecorder
 from .target import TargetRun, why_no_tree
 from .verification import TokenSequence, verify
@@ -67,8 +71,10 @@ def assisted_decoding(
         )
     sequence = TokenSequence(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     run = TargetRun(target, input_ids, generation_config, model_kwargs, drafter.config.feature_layers)
-    statistics = decode(run, generator, sequence)
-    cache = run.finish()
+    try:
+        statistics = decode(run, generator, sequence)
+    finally:
+        cache = run.finish()
     if streamer is not None:
         streamer.end()
     if not generation_config.return_dict_in_generate:
@@ -88,19 +94,57 @@ def decode(run: TargetRun, generator: FalconCandidateGenerator, sequence: TokenS
     with statistics.measure("target"):
         logits, features = run.prefill(sequence.input_ids)
     sequence.emit(sequence.choose(logits))
-    # The features at hand belong to the newest positions but one; each goes with the token one step ahead.
+    if sequence.finished:
+        return statistics
+    pace = _pace(run, generator, sequence)
+    options = generator.options
+    index, lookup = ContextIndex(), options.prompt_lookup_num_tokens if options.draft_tree == "dynamic" else 0
+    # Features of the newest positions but one that the drafter has not seen; each goes with the token one step ahead.
+    unseen = [features]
     while not sequence.finished:
+        limit = _depth_limit(run, sequence)
+        if lookup:
+            index.extend(sequence.input_ids[0, len(index) :].tolist())
+        guess = pace.guess(index.continuation(min(lookup, limit)))
+        drafts, time, watch = pace.drafts(guess), RoundTime(), Stopwatch()
         with statistics.measure("drafter"):
-            new = features.shape[1]
-            generator.commit(features, sequence.input_ids[:, -new:], run.length - new)
-            tree = generator.propose(sequence.root.to(run.model.device), _depth_limit(run, sequence))
+            if drafts:
+                new = sum(each.shape[1] for each in unseen)
+                generator.commit(torch.cat(unseen, dim=1), sequence.input_ids[:, -new:], run.length - new)
+                unseen = []
+                time.commit = watch.lap()
+            tree = generator.propose(sequence.root.to(run.model.device), limit, pace, guess, drafts)
+            time.drafting, time.passes = watch.lap(), generator.passes if drafts else None
         with statistics.measure("target"):
             logits, features = run.score(tree, sequence.input_ids)
+        length = sequence.input_ids.shape[1]
         path, accepted = verify(tree, logits, sequence)
+        time.target = watch.lap()
         run.keep(path, len(tree))
-        features = features[:, path]
+        unseen.append(features[:, path])
+        emitted = sequence.input_ids[0, length:].tolist()
+        pace.observe(tree, path, emitted, accepted, time)
         statistics.add_round(len(tree) - 1, accepted)
     return statistics
+
+
+def _pace(run: TargetRun, generator: FalconCandidateGenerator, sequence: TokenSequence) -> Pace:
+    """Who says how much is drafted in this call; measures the target where nothing is known of its costs."""
+    options, model = generator.options, run.model
+    experience = experience_of(generator.drafter, model)
+    same_every_round = options.num_assistant_tokens_schedule == "constant" or options.draft_tree != "dynamic"
+    # Where no path is allowed the target cannot be timed with one either.
+    if same_every_round or _depth_limit(run, sequence) < 1:
+        return Pace(options, experience, model.device)
+    nodes = options.num_assistant_tokens
+    circumstances = Circumstances.of(model, run.length, nodes)
+    if circumstances not in experience.costs:
+        seconds = load(model, circumstances)
+        if seconds is None:
+            seconds = measure(run.rehearse, nodes, model.device)
+            save(model, circumstances, seconds)
+        experience.costs[circumstances] = Costs(seconds)
+    return AdaptivePace(options, experience, model.device, experience.costs[circumstances])
 
 
 def _depth_limit(run: TargetRun, sequence: TokenSequence) -> int:

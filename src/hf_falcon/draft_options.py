@@ -8,6 +8,15 @@ from dataclasses import dataclass, fields
 
 from transformers import GenerationConfig
 
+_LEAST = {
+    "num_assistant_tokens": 1,
+    "num_draft_passes": 1,
+    "draft_top_k": 1,
+    "draft_width": 1,
+    "prompt_lookup_num_tokens": 0,
+}
+_SCHEDULES = ("heuristic", "constant")
+
 
 @dataclass(frozen=True)
 class DraftOptions:
@@ -16,9 +25,13 @@ class DraftOptions:
     `drafter.generation_config.num_assistant_tokens = 16`.
 
     Args:
-        num_assistant_tokens (`int`, *optional*, defaults to 12):
-            Draft tokens of the tree that the target verifies in one forward (the node budget).
-        num_draft_passes (`int`, *optional*, defaults to 4):
+        num_assistant_tokens (`int`, *optional*, defaults to 32):
+            Draft tokens of the tree that the target verifies in one forward (the node budget), at most.
+        num_assistant_tokens_schedule (`str`, *optional*, defaults to `"heuristic"`):
+            "heuristic": each round drafts and verifies what pays on this machine, and nothing where nothing pays. It
+            needs a dynamic tree; others are as "constant". "constant": `num_assistant_tokens` every round, and passes
+            by `assistant_confidence_threshold`.
+        num_draft_passes (`int`, *optional*, defaults to 6):
             Draft passes of a round at most; each goes `block_size` tokens deeper.
         draft_top_k (`int`, *optional*, defaults to 8):
             Candidates for the children of one node.
@@ -28,24 +41,35 @@ class DraftOptions:
             "dynamic": the most probable nodes of each round. "static": a fixed tree of `num_assistant_tokens` nodes.
             A list of paths, each a list of child ranks from the root, is a fixed tree of one's own.
         assistant_confidence_threshold (`float`, *optional*, defaults to 0.05):
-            No further draft pass once the most probable path is less likely than this. 0 always drafts on.
+            With the schedule "constant": no further draft pass once the most probable path is less likely than this.
+            0 always drafts on.
+        prompt_lookup_num_tokens (`int`, *optional*, defaults to 32):
+            Tokens of a continuation found in the context that a dynamic tree takes in, at most; they count as nodes. 0
+            looks nothing up.
 
     Raises:
         `ValueError`: for a value out of range, naming the field, the value and what it may be.
     """
 
-    num_assistant_tokens: int = 12
-    num_draft_passes: int = 4
+    num_assistant_tokens: int = 32
+    num_assistant_tokens_schedule: str = "heuristic"
+    num_draft_passes: int = 6
     draft_top_k: int = 8
     draft_width: int = 6
     draft_tree: str | Sequence[Sequence[int]] = "dynamic"
     assistant_confidence_threshold: float = 0.05
+    prompt_lookup_num_tokens: int = 32
 
     def __post_init__(self) -> None:
-        for name in ("num_assistant_tokens", "num_draft_passes", "draft_top_k", "draft_width"):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`{name}` is {value!r}: set it to an integer of at least 1.")
+            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+                raise ValueError(f"`{name}` is {value!r}: set it to an integer of at least {least}.")
+        if self.num_assistant_tokens_schedule not in _SCHEDULES:
+            raise ValueError(
+                f"`num_assistant_tokens_schedule` is {self.num_assistant_tokens_schedule!r}: set it to one of "
+                f"{', '.join(map(repr, _SCHEDULES))}."
+            )
         threshold = self.assistant_confidence_threshold
         if not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
             raise ValueError(f"`assistant_confidence_threshold` is {threshold!r}: set it between 0 and 1.")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from .growing_cache import give_back, grow_in_place
 from .modeling_falcon_draft import additive_mask
 from .tree import DraftTree
 
@@ -272,6 +273,9 @@ class TargetRun:
                 outputs = self.model(**inputs, return_dict=True)
             self._adopt(outputs.past_key_values)
             return outputs.logits[0, -1:], tap.take()[:, -1:]
+        return self._forward(tree)
+
+    def _forward(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
         start = self.length
         masks = {kind: self._mask(kind, tree, start) for kind in self._kinds}
         with self._tap as tap:
@@ -303,8 +307,19 @@ class TargetRun:
                 states[..., first : first + kept, :] = states[..., first:, :].index_select(-2, path.to(states.device))
         self.cache.crop(kept - nodes)
 
+    def rehearse(self, nodes: int) -> None:
+        """Scores the root and `nodes` draft nodes of no meaning, and forgets them: for timing."""
+        tokens = torch.zeros(nodes + 1, dtype=torch.long, device=self.model.device)
+        depths = torch.ones_like(tokens)
+        depths[0] = 0
+        visible = torch.eye(nodes + 1, dtype=torch.bool, device=self.model.device)
+        visible[:, 0] = True
+        self._forward(DraftTree(tokens, torch.zeros_like(tokens), depths, visible))
+        self.cache.crop(-(nodes + 1))
+
     def finish(self) -> Cache:
         """The cache as plain decoding would leave it: a next turn may start from it, with or without a drafter."""
+        give_back(self.cache)
         for layer in self.cache.layers:
             if getattr(layer, "record_past", False):
                 # transformers has no call for it. Left on, 5.17 fails at the next forward without a crop.
@@ -317,6 +332,7 @@ class TargetRun:
         # Layers with a window drop nothing of a tree before they are cropped.
         cache.activate_past_recording()
         cache.crop(0)
+        grow_in_place(cache)
 
     def _starts_anew(self, input_ids: Tensor) -> bool:
         """Whether plain decoding drops its cache here and runs all anew, as Phi3 does with its long frequencies."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,12 +31,15 @@ class DraftTree:
         depths (`torch.LongTensor` of shape `(nodes,)`): distance from the root.
         visible (`torch.BoolTensor` of shape `(nodes, nodes)`): `True` where the row's node has the column's node as
             ancestor, or is it.
+        log_probs (`torch.Tensor` of shape `(nodes,)`, *optional*): log-probability of each node's path; the root's
+            is 0.
     """
 
     token_ids: Tensor
     parents: Tensor
     depths: Tensor
     visible: Tensor
+    log_probs: Tensor | None = None
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -206,8 +209,12 @@ class StaticRound:
         level = self._tree.levels[depth - 1]
         return Branches(level.extended_rows, self._candidates[level.extended_rows, level.extended_ranks])
 
-    def finish(self, root: Tensor) -> DraftTree:
-        """See [`DynamicRound.finish`]."""
+    def best(self) -> Tensor:
+        """See [`DynamicRound.best`]; no node is better than another."""
+        return torch.empty(0)
+
+    def finish(self, root: Tensor, size: Callable[[Tensor], int] = len) -> DraftTree:
+        """See [`DynamicRound.finish`]; a static tree has its own size."""
         tree = self._tree
         nodes = tree.nodes_to_depth[len(self._tokens)]
         tokens = torch.cat([root, *self._tokens])
@@ -248,6 +255,7 @@ class DynamicRound:
         self._scores: list[Tensor] = []
         self._tokens: list[Tensor] = []
         self._parents: list[Tensor] = []
+        self._depth = 0
 
     def add(self, log_probs: Tensor, token_ids: Tensor) -> None:
         """
@@ -265,10 +273,11 @@ class DynamicRound:
         self._tokens.append(token_ids.reshape(-1))
         self._parents.append(self._row_nodes[:, None].expand_as(token_ids).reshape(-1))
         self._count += token_ids.numel()
+        self._depth += 1
 
     def branches(self) -> Branches | None:
         """The most probable nodes of the last level, or `None` when no further level is allowed."""
-        if not self._scores or len(self._scores) == self._max_depth:
+        if self._depth in (0, self._max_depth):
             return None
         scores, tokens = self._scores[-1], self._tokens[-1]
         best = scores.topk(min(self._tree.width, scores.shape[0]))
@@ -276,20 +285,60 @@ class DynamicRound:
         self._row_nodes = self._count - scores.shape[0] + best.indices
         return Branches(best.indices // self._tree.max_children, tokens[best.indices], best.values)
 
-    def finish(self, root: Tensor) -> DraftTree:
+    def best(self) -> Tensor:
+        """Log-probabilities of the most probable nodes so far, in descending order: `num_nodes` at most."""
+        scores = torch.cat(self._scores)
+        return scores.topk(min(self._tree.num_nodes, scores.shape[0])).values
+
+    def add_path(self, token_ids: Tensor, log_probs: Tensor) -> None:
+        """
+        Takes a path from the root that was found elsewhere, after all levels. Nodes that are there already get its
+        log-probability where that is greater; the others are new.
+
+        Args:
+            token_ids (`torch.LongTensor` of shape `(length,)`): its tokens.
+            log_probs (`torch.Tensor` of shape `(length,)`): log-probability of each with all before it.
+        """
+        node, depth, first = token_ids.new_full((1,), -1), 0, 0
+        for scores, tokens, parents in zip(self._scores, self._tokens, self._parents):
+            if depth == token_ids.shape[0]:
+                break
+            found = ((parents == node) & (tokens == token_ids[depth])).nonzero()[:, 0]
+            if found.shape[0] == 0:
+                break
+            scores[found] = scores[found].maximum(log_probs[depth])
+            node, depth, first = first + found, depth + 1, first + scores.shape[0]
+        new = token_ids.shape[0] - depth
+        if new > 0:
+            later = torch.arange(self._count, self._count + new - 1, device=token_ids.device)
+            self._scores.append(log_probs[depth:])
+            self._tokens.append(token_ids[depth:])
+            self._parents.append(torch.cat((node, later)))
+            self._count += new
+            self._depth = max(self._depth, token_ids.shape[0])
+
+    def finish(self, root: Tensor, size: Callable[[Tensor], int] = len) -> DraftTree:
         """
         The tree to verify.
 
         Args:
             root (`torch.LongTensor` of shape `(1,)`): the newest token.
+            size (`Callable[[Tensor], int]`, *optional*):
+                Says how many of the nodes to keep, given their log-probabilities in descending order; all by default.
         """
+        if not self._scores:
+            return single_node(root)
         # Nodes are numbered parents first, so a stable sort cuts no child from a parent of equal probability.
-        order = torch.cat(self._scores).sort(descending=True, stable=True).indices
-        chosen = order[: self._tree.num_nodes].sort().values
+        best = torch.cat(self._scores).sort(descending=True, stable=True)
+        count = size(best.values[: self._tree.num_nodes])
+        if count == 0:
+            return single_node(root)
+        chosen = best.indices[:count].sort().values
         place = torch.zeros(self._count + 1, dtype=torch.long, device=root.device)
-        place[chosen] = torch.arange(1, chosen.shape[0] + 1, device=root.device)
+        place[chosen] = torch.arange(1, count + 1, device=root.device)
         # Parent -1 reads the last place, which is 0: the root.
         parents = torch.cat((root.new_zeros(1), place[torch.cat(self._parents)[chosen]]))
-        visible = ancestor_mask(parents, len(self._scores))
+        visible = ancestor_mask(parents, self._depth)
         tokens = torch.cat((root, torch.cat(self._tokens)[chosen]))
-        return DraftTree(tokens, parents, visible.sum(dim=1) - 1, visible)
+        log_probs = torch.nn.functional.pad(torch.cat(self._scores)[chosen], (1, 0))
+        return DraftTree(tokens, parents, visible.sum(dim=1) - 1, visible, log_probs)

@@ -33,9 +33,13 @@ class EvaluateArguments:
 
     > Parameters that control the drafting, in place of the drafter's own
 
+    What is measured is the drafter, on any machine the same: by default it drafts a tree of one size every round, and
+    nothing is looked up in the context.
+
     Args:
-        num_assistant_tokens, num_draft_passes, draft_top_k, draft_width, draft_tree, assistant_confidence_threshold
-            (*optional*): see [`DraftOptions`]; `draft_top_k` 1 drafts a chain.
+        num_assistant_tokens, num_draft_passes, draft_top_k, draft_width, draft_tree, assistant_confidence_threshold,
+            num_assistant_tokens_schedule, prompt_lookup_num_tokens (*optional*):
+            see [`DraftOptions`]; `draft_top_k` 1 drafts a chain.
     """
 
     data: list[str] = field(
@@ -53,6 +57,12 @@ class EvaluateArguments:
     draft_tree: str | None = field(default=None, metadata={"help": "'dynamic' or 'static'."})
     assistant_confidence_threshold: float | None = field(
         default=None, metadata={"help": "Stop drafting below this probability."}
+    )
+    num_assistant_tokens_schedule: str = field(
+        default="constant", metadata={"help": "'constant', or 'heuristic': what pays on this machine."}
+    )
+    prompt_lookup_num_tokens: int = field(
+        default=0, metadata={"help": "Tokens that are looked up in the context, at most."}
     )
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +17,8 @@ def decoded_tau(
     target: PreTrainedModel, drafter: FalconDraftModel, prompts: Sequence[Tensor], max_new_tokens: int = 128
 ) -> dict[str, float]:
     """
-    Decodes prompts greedily with the drafter's own options, as a user would.
+    Decodes prompts greedily with trees of the drafter's own size: the same every round and on every machine, and
+    nothing looked up in the context, as the drafter is what is measured.
 
     Args:
         target ([`PreTrainedModel`]): the target.
@@ -29,6 +31,10 @@ def decoded_tau(
         prompts together. Empty where the target cannot verify trees, which a warning then explains.
     """
     drafter.eval()
+    drafter = copy.copy(drafter)
+    drafter.generation_config = copy.deepcopy(drafter.generation_config)
+    drafter.generation_config.num_assistant_tokens_schedule = "constant"
+    drafter.generation_config.prompt_lookup_num_tokens = 0
     rounds, accepted, new_tokens = 0, 0, 0
     for prompt in prompts:
         input_ids = prompt[None].to(target.device)

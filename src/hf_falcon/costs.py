@@ -1,0 +1,197 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+What a round costs on this machine: the target's time for n nodes, and a draft pass's (Sequoia; DDTree).
+
+The curve of the target is measured once, in about a second, and kept on disk. How fast the machine is at the moment,
+and what drafting costs, follow from the rounds themselves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import constants
+from transformers import PreTrainedModel
+from transformers import __version__ as transformers_version
+from transformers.utils import logging
+
+from .configuration_falcon_draft import weights_fingerprint
+
+logger = logging.get_logger(__name__)
+
+# Draft nodes at which the target is timed; between them its time is interpolated.
+_SIZES = (0, 1, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127)
+_MEASURING_SECONDS = 1.0
+_REPEATS = 3
+# Weight of a new round in a running mean.
+_NEW = 0.1
+# Until a draft pass was timed it is taken to cost this many of the target's steps.
+_UNMEASURED_PASS = 0.1
+
+
+class Stopwatch:
+    """Seconds between laps."""
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def lap(self) -> float:
+        """Seconds since the last lap."""
+        last, self._last = self._last, time.perf_counter()
+        return self._last - last
+
+
+class Costs:
+    """
+    Times of one target with one drafter, in units of the target's step for a single token (a plain step).
+
+    Args:
+        seconds (`dict[int, float]`): seconds of the target's forward for the root and some number of draft nodes; with
+            0 among them.
+    """
+
+    def __init__(self, seconds: dict[int, float]):
+        self.seconds = seconds
+        self.draft_pass = _UNMEASURED_PASS
+        self.commit = _UNMEASURED_PASS
+        # Seconds of a plain step at the moment: at another context length or load all forwards are slower alike.
+        self._plain_seconds = seconds[0]
+
+    def target(self, max_nodes: int) -> list[float]:
+        """The target's time for the root and 0, 1, ..., `max_nodes` draft nodes."""
+        sizes = sorted(self.seconds)
+        known = [self.seconds[size] / self.seconds[0] for size in sizes]
+        return [_interpolate(nodes, sizes, known) for nodes in range(max_nodes + 1)]
+
+    def observe_target(self, cost: float, seconds: float) -> None:
+        """Takes the seconds of a forward that was expected to cost `cost`."""
+        # One round that something else interrupted says little.
+        found = min(max(seconds / cost, 0.5 * self._plain_seconds), 2.0 * self._plain_seconds)
+        self._plain_seconds += _NEW * (found - self._plain_seconds)
+
+    def observe_drafting(self, commit_seconds: float, pass_seconds: float, passes: int) -> None:
+        """Takes the seconds of a round's drafting: of its commit and of all its `passes` after the first block."""
+        self.commit += _NEW * (min(commit_seconds / self._plain_seconds, 1.0) - self.commit)
+        if passes:
+            found = pass_seconds / passes / self._plain_seconds
+            self.draft_pass += _NEW * (min(found, 1.0) - self.draft_pass)
+
+
+def _interpolate(nodes: int, sizes: Sequence[int], known: Sequence[float]) -> float:
+    """The straight line between neighbours; beyond the last one, on along the line of the last two."""
+    upper = next((i for i, size in enumerate(sizes) if size >= nodes), len(sizes) - 1)
+    if sizes[upper] == nodes or len(sizes) == 1:
+        return known[upper]
+    lower = upper - 1
+    slope = (known[upper] - known[lower]) / (sizes[upper] - sizes[lower])
+    return known[lower] + slope * (nodes - sizes[lower])
+
+
+def measure(
+    forward: Callable[[int], None], max_nodes: int, device: torch.device, seconds: float = _MEASURING_SECONDS
+) -> dict[int, float]:
+    """
+    Times the target's forward, for several numbers of nodes in turns.
+
+    Args:
+        forward (`Callable[[int], None]`): runs the target over the root and that many draft nodes.
+        max_nodes (`int`): draft nodes, at most.
+        device (`torch.device`): where the target runs.
+        seconds (`float`, *optional*): no further turn begins after this.
+
+    Returns:
+        `dict[int, float]`: the shortest time of each, in seconds: what else the machine does only adds to it.
+    """
+    sizes = [*(size for size in _SIZES if size < max_nodes), max_nodes]
+    found: dict[int, float] = {}
+    start = time.perf_counter()
+    # The first turn warms up; where it already took all the time, it has to do.
+    for turn in range(1 + _REPEATS):
+        if turn > 0 and time.perf_counter() - start > seconds:
+            break
+        if turn == 1:
+            found = {}
+        for size in sizes:
+            begin = time.perf_counter()
+            forward(size)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            found[size] = min(found.get(size, float("inf")), time.perf_counter() - begin)
+    return found
+
+
+def cache_folder() -> Path:
+    """Where measured costs are kept: `HF_FALCON_CACHE`, or a folder in the Hub's own."""
+    given = os.environ.get("HF_FALCON_CACHE")
+    return Path(given) if given else Path(constants.HF_HOME) / "hf_falcon"
+
+
+class Circumstances(NamedTuple):
+    """
+    What the times of a target depend on, beside the target itself. Contexts of like length share their times: up to
+    2,048 tokens, up to 8,192, and so on.
+    """
+
+    max_nodes: int
+    context: int
+    attention: str | None
+    dtype: str
+    device: str
+    threads: int
+
+    @classmethod
+    def of(cls, target: PreTrainedModel, context: int, max_nodes: int) -> Circumstances:
+        """Those of a target now, with `context` tokens before it."""
+        device = target.device
+        return cls(
+            max_nodes=max_nodes,
+            context=next(length for length in (2048 * 4**step for step in itertools.count()) if context <= length),
+            attention=getattr(target.config.get_text_config(decoder=True), "_attn_implementation", None),
+            dtype=str(target.dtype),
+            device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+            threads=torch.get_num_threads(),
+        )
+
+
+def load(target: PreTrainedModel, circumstances: Circumstances) -> dict[int, float] | None:
+    """The times that are kept for a target, or `None`."""
+    try:
+        kept = json.loads(_file(target, circumstances)[0].read_text(encoding="utf-8"))
+        seconds = {int(size): float(value) for size, value in kept["seconds"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return seconds if 0 in seconds and all(0 < value < math.inf for value in seconds.values()) else None
+
+
+def save(target: PreTrainedModel, circumstances: Circumstances, seconds: dict[int, float]) -> None:
+    """Keeps times for a target. Where nothing can be written they are measured again next time."""
+    file, key = _file(target, circumstances)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8") as part:
+            json.dump({**key, "seconds": seconds}, part, indent=2)
+        os.replace(part.name, file)
+    except OSError as error:
+        logger.debug(f"Costs are not kept: {error}")
+
+
+def _file(target: PreTrainedModel, circumstances: Circumstances) -> tuple[Path, dict[str, Any]]:
+    """The file of a target's times, and what it is for."""
+    key = {
+        **circumstances._asdict(),
+        "target": weights_fingerprint(target) or type(target).__name__,
+        "torch": str(torch.__version__),
+        "transformers": transformers_version,
+    }
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    return cache_folder() / "costs" / f"{digest}.json", key

@@ -1,0 +1,282 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+How much to draft: a fixed tree each round, or what pays (the decision model of improved MCSD; Sequoia; DDTree).
+
+What pays: of all ways to write a text, the fastest has the most tokens for its time. With r tokens in the time of a
+plain step, the best rate there is, a round is worth its expected tokens less r times its cost; what adds to that is
+done. So a node is verified if its probability is more than r times what it adds to the target's time, a pass is
+drafted if what it may add is more than r times its cost, and where drafting costs more than it brings nothing is
+drafted for a while. Probabilities are the drafter's own, corrected by what became of them.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .costs import Circumstances, Costs
+from .draft_options import DraftOptions
+from .retrieval import Continuation
+from .tree import Branches, DraftTree
+
+# Share of continuations that go on right, by the length of the match, which grows with every token that was right;
+# as found in the target's own responses. `(length, share)`; shares are learnt on, starting here.
+_MATCHES = ((2, 0.47), (3, 0.57), (4, 0.73), (5, 0.78), (8, 0.86), (12, 0.89), (20, 0.94), (32, 0.98))
+# Observations that a first guess counts for, and how fast old ones are forgotten.
+_PRIOR, _KEEP = 8.0, 0.995
+# Weight of a new round in a running mean.
+_NEW, _NEW_RATE = 0.15, 0.05
+# Rounds without drafting once it does not pay: at first, and at most, doubling; and rounds of the trial after them.
+_SHORTEST_PAUSE, _LONGEST_PAUSE, _TRIAL = 16, 256, 2
+# From this probability of its first token on, a continuation tells more of a round's outcome than drafting does.
+_LIKELY = 0.3
+
+
+class Guess(NamedTuple):
+    """
+    A path from the root that the tree is to have: its tokens (`(length,)`) and the log-probability of each with all
+    before it (`(length,)`).
+    """
+
+    token_ids: Tensor
+    log_probs: Tensor
+
+    @property
+    def first(self) -> float:
+        """Probability of its first token."""
+        return math.exp(self.log_probs[0]) if len(self.log_probs) else 0.0
+
+
+class _Share:
+    """A share that is learnt from observations, from a first guess on."""
+
+    def __init__(self, guess: float):
+        self._hits, self._trials = guess * _PRIOR, _PRIOR
+
+    def observe(self, hit: float, trial: float = 1.0) -> None:
+        self._hits, self._trials = _KEEP * self._hits + hit, _KEEP * self._trials + trial
+
+    @property
+    def value(self) -> float:
+        return self._hits / self._trials
+
+
+class Experience:
+    """
+    What the rounds of one drafter with one target taught: shares and means, never tokens. It outlives the call and is
+    shared by threads: the choices that follow from it change the time that a text takes, and nothing else.
+    """
+
+    def __init__(self) -> None:
+        self.matches = [_Share(share) for _, share in _MATCHES]
+        # How often a child of an accepted node was right, over the probability that the drafter gave to all of them.
+        self.depths: list[_Share] = []
+        # Worth that a pass adds, over the probability of the paths that it continues.
+        self.pass_worth = 0.5
+        # Tokens accepted in a drafted round; cost of drafting them and of verifying more than the root.
+        self.accepted, self.cost = 1.0, 0.3
+        # Tokens in the time of a plain step.
+        self.rate = 1.2
+        self.pause, self.paused_for, self.trial = _SHORTEST_PAUSE, 0, 0
+        self.costs: dict[Circumstances, Costs] = {}
+
+    def match(self, length: int) -> _Share:
+        """Of continuations of a match of `length` tokens."""
+        return self.matches[max(0, sum(length >= shortest for shortest, _ in _MATCHES) - 1)]
+
+    def depth(self, depth: int) -> _Share:
+        """Of nodes at `depth`, from 1."""
+        while len(self.depths) < depth:
+            self.depths.append(_Share(1.0))
+        return self.depths[depth - 1]
+
+
+_experiences: weakref.WeakKeyDictionary[PreTrainedModel, weakref.WeakKeyDictionary[PreTrainedModel, Experience]]
+_experiences = weakref.WeakKeyDictionary()
+
+
+def experience_of(drafter: PreTrainedModel, target: PreTrainedModel) -> Experience:
+    """What this process has learnt of a drafter with a target."""
+    return _experiences.setdefault(target, weakref.WeakKeyDictionary()).setdefault(drafter, Experience())
+
+
+@dataclass
+class RoundTime:
+    """Seconds of a round, by part; `passes` counts draft passes after the first block, `None` without any drafting."""
+
+    commit: float = 0.0
+    drafting: float = 0.0
+    passes: int | None = None
+    target: float = 0.0
+
+
+class Pace:
+    """
+    Drafts the tree that the options say, every round.
+
+    Args:
+        options ([`DraftOptions`]): options of the call.
+        experience ([`Experience`]): what is known of the drafter.
+        device (`torch.device`): where trees are grown.
+    """
+
+    def __init__(self, options: DraftOptions, experience: Experience, device: torch.device):
+        self._options = options
+        self._experience = experience
+        self._device = device
+        self._continuation = Continuation([], 0)
+
+    def guess(self, continuation: Continuation) -> Guess:
+        """Weighs a continuation that was found in the context, for this round."""
+        self._continuation = continuation
+        log_probs, total = [], 0.0
+        for place in range(len(continuation.token_ids)):
+            total += math.log(self._experience.match(continuation.matched + place).value)
+            log_probs.append(total)
+        tokens = torch.tensor(continuation.token_ids, dtype=torch.long, device=self._device)
+        return Guess(tokens, torch.tensor(log_probs, device=self._device))
+
+    def drafts(self, guess: Guess) -> bool:
+        """Whether the drafter is to run this round."""
+        return True
+
+    def correction(self, depth: int) -> float:
+        """What to add to the drafter's log-probabilities at `depth`, from 1; not above 0."""
+        return 0.0
+
+    def another_pass(self, branches: Branches, best: Tensor) -> bool:
+        """
+        Whether to draft another pass.
+
+        Args:
+            branches ([`Branches`]): the paths that it would continue.
+            best (`torch.Tensor` of shape `(count,)`): log-probabilities of the best nodes so far, in descending order.
+        """
+        threshold = self._options.assistant_confidence_threshold
+        if threshold <= 0 or branches.log_probs is None:
+            return True
+        return bool(branches.log_probs.max() >= math.log(threshold))
+
+    def size(self, best: Tensor) -> int:
+        """How many of the best nodes to verify; see `another_pass`."""
+        return best.shape[0]
+
+    def observe(self, tree: DraftTree, path: Tensor, emitted: list[int], accepted: int, time: RoundTime) -> None:
+        """
+        Learns from a round.
+
+        Args:
+            tree ([`DraftTree`]): the tree.
+            path (`torch.LongTensor` of shape `(emitted,)`): its nodes that were right, the root first.
+            emitted (`list[int]`): the tokens that the target wrote.
+            accepted (`int`): how many of them were in the tree.
+            time ([`RoundTime`]): what it took.
+        """
+        continuation = self._continuation
+        for place, (found, true) in enumerate(zip(continuation.token_ids, emitted)):
+            self._experience.match(continuation.matched + place).observe(found == true)
+            if found != true:
+                break
+
+
+class AdaptivePace(Pace):
+    """
+    Drafts and verifies what pays.
+
+    Args:
+        costs ([`Costs`]): what a round costs here.
+    """
+
+    def __init__(self, options: DraftOptions, experience: Experience, device: torch.device, costs: Costs):
+        super().__init__(options, experience, device)
+        self._costs = costs
+        self._target = costs.target(options.num_assistant_tokens)
+        self._target_costs = torch.tensor(self._target, device=device)
+        self._guess = Guess(torch.empty(0), torch.empty(0))
+        # Worth of the tree before the pass that runs, and the probability of the paths that this pass continues.
+        self._before: tuple[float, float] | None = None
+
+    def guess(self, continuation: Continuation) -> Guess:
+        """See [`Pace.guess`]."""
+        self._guess = super().guess(continuation)
+        self._before = None
+        return self._guess
+
+    def drafts(self, guess: Guess) -> bool:
+        """See [`Pace.drafts`]."""
+        known = self._experience
+        cost = known.rate * known.cost
+        if known.accepted > cost:
+            known.pause, known.paused_for, known.trial = _SHORTEST_PAUSE, 0, 0
+            return known.accepted * (1.0 - guess.first) > cost
+        if known.trial > 0 and guess.first < _LIKELY:
+            known.trial -= 1
+            return True
+        known.paused_for += 1
+        if known.paused_for > known.pause:
+            known.pause, known.paused_for, known.trial = min(2 * known.pause, _LONGEST_PAUSE), 0, _TRIAL
+        return False
+
+    def correction(self, depth: int) -> float:
+        """See [`Pace.correction`]."""
+        return math.log(min(1.0, max(1e-3, self._experience.depth(depth).value)))
+
+    def another_pass(self, branches: Branches, best: Tensor) -> bool:
+        """See [`Pace.another_pass`]."""
+        if branches.log_probs is None:
+            return True
+        known = self._experience
+        continued, worth = torch.stack((branches.log_probs.exp().sum(), self._worth(best).max())).tolist()
+        if self._before is not None:
+            gained = (worth - self._before[0]) / max(self._before[1], 1e-6)
+            known.pass_worth += _NEW * (min(gained, 1.0) - known.pass_worth)
+        self._before = worth, continued
+        # Where the guess is right a pass adds nothing to it.
+        return continued * known.pass_worth * (1.0 - self._guess.first) > known.rate * self._costs.draft_pass
+
+    def size(self, best: Tensor) -> int:
+        """See [`Pace.size`]."""
+        return int(self._worth(best).argmax())
+
+    def observe(self, tree: DraftTree, path: Tensor, emitted: list[int], accepted: int, time: RoundTime) -> None:
+        """See [`Pace.observe`]."""
+        super().observe(tree, path, emitted, accepted, time)
+        known, costs = self._experience, self._costs
+        verifying = self._target[len(tree) - 1]
+        costs.observe_target(verifying, time.target)
+        cost = verifying
+        if time.passes is not None:
+            costs.observe_drafting(time.commit, time.drafting, time.passes)
+            drafting = costs.commit + costs.draft_pass * time.passes
+            cost += drafting
+            if self._guess.first < _LIKELY:
+                known.accepted += _NEW * (accepted - known.accepted)
+                known.cost += _NEW * (drafting + verifying - 1.0 - known.cost)
+            if not self._continuation.token_ids:
+                self._observe_probabilities(tree, path, accepted)
+        # Text that the context foretells is fast, and no measure of how fast new text may become.
+        if self._guess.first < _LIKELY:
+            known.rate = max(1.0, known.rate + _NEW_RATE * (len(emitted) - known.rate * cost))
+
+    def _worth(self, best: Tensor) -> Tensor:
+        """What the tree of the best 0, 1, 2, ... nodes is worth beyond the root's own token."""
+        tokens = torch.nn.functional.pad(best.exp().cumsum(dim=0), (1, 0))
+        return tokens - self._experience.rate * self._target_costs[: tokens.shape[0]]
+
+    def _observe_probabilities(self, tree: DraftTree, path: Tensor, accepted: int) -> None:
+        """Compares, at each node that was right, the probability of all its children with what became of them."""
+        if tree.log_probs is None or len(tree) == 1:
+            return
+        probs = tree.log_probs.exp()
+        children = torch.zeros_like(probs).index_add_(0, tree.parents[1:], probs[1:])
+        for depth, share in enumerate((children[path] / probs[path]).tolist(), start=1):
+            if share > 0.0:
+                # Back to what the drafter said, before it was corrected.
+                known = self._experience.depth(depth)
+                known.observe(float(depth <= accepted), share / math.exp(self.correction(depth)))

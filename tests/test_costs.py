@@ -1,0 +1,127 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""What a round costs: measured, kept, and followed from round to round."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from tiny_models import TARGETS, prompt, tiny_drafter, tiny_target
+
+from hf_falcon import costs
+from hf_falcon.costs import Circumstances, Costs
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that only the test moves."""
+
+    class Clock:
+        now = 0.0
+
+        def perf_counter(self):
+            return self.now
+
+    clock = Clock()
+    monkeypatch.setattr(costs, "time", clock)
+    return clock
+
+
+def test_measures_the_shortest_time_of_each_size(clock):
+    slow = itertools.cycle((3.0, 1.0, 2.0))
+    ran = []
+
+    def forward(nodes):
+        ran.append(nodes)
+        clock.now += (1e-3 + 1e-4 * nodes) * next(slow)
+
+    found = costs.measure(forward, 12, torch.device("cpu"))
+    assert list(found) == [0, 1, 3, 5, 7, 11, 12]
+    assert ran == [*found] * 4
+    assert found == pytest.approx({nodes: 1e-3 + 1e-4 * nodes for nodes in found})
+
+
+def test_measuring_ends_in_time(clock):
+    def forward(nodes):
+        clock.now += 1.0
+
+    assert costs.measure(forward, 3, torch.device("cpu"), seconds=0.5) == {0: 1.0, 1: 1.0, 3: 1.0}
+
+
+def test_interpolates():
+    found = Costs({0: 2.0, 4: 3.0, 8: 6.0})
+    assert found.target(10) == pytest.approx([1, 1.125, 1.25, 1.375, 1.5, 1.875, 2.25, 2.625, 3.0, 3.375, 3.75])
+    assert Costs({0: 2.0}).target(2) == [1.0, 1.0, 1.0]
+
+
+def test_follows_the_machine():
+    """Twice as slow a machine, and drafting with it: the pass costs what it did, in plain steps."""
+    found = Costs({0: 1.0, 8: 1.5})
+    for _ in range(200):
+        found.observe_target(1.5, seconds=3.0)
+        found.observe_drafting(commit_seconds=0.2, pass_seconds=0.6, passes=3)
+    assert found.commit == pytest.approx(0.1, rel=1e-3) and found.draft_pass == pytest.approx(0.1, rel=1e-3)
+
+
+def test_an_interruption_says_little():
+    found = Costs({0: 1.0})
+    found.observe_target(1.0, seconds=1000.0)
+    found.observe_drafting(1000.0, 1000.0, passes=1)
+    assert found._plain_seconds < 1.2 and found.draft_pass < 0.3
+
+
+def circumstances(target, context=100, max_nodes=8):
+    return Circumstances.of(target, context, max_nodes)
+
+
+def test_kept_on_disk(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path / "own"))
+    target, other = tiny_target("llama"), tiny_target("qwen2")
+    seconds = {0: 0.5, 8: 1.25}
+    assert costs.load(target, circumstances(target)) is None
+    costs.save(target, circumstances(target), seconds)
+    assert costs.load(target, circumstances(target)) == seconds
+    assert costs.load(target, circumstances(target, context=2048)) == seconds
+    for key in (circumstances(target, context=2049), circumstances(target, max_nodes=9)):
+        assert costs.load(target, key) is None
+    assert costs.load(other, circumstances(other)) is None
+    [file] = (tmp_path / "own" / "costs").iterdir()
+    for broken in ("", "{}", "[1]", '{"seconds": {"0": "x"}}', '{"seconds": {"1": 1.0}}', '{"seconds": {"0": -1}}'):
+        file.write_text(broken)
+        assert costs.load(target, circumstances(target)) is None
+
+
+def test_no_place_to_keep_them(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path / "file"))
+    target = tiny_target("llama")
+    costs.save(target, circumstances(target), {0: 1.0})
+    assert costs.load(target, circumstances(target)) is None
+
+
+def test_measured_once_and_kept(tmp_path, monkeypatch):
+    """The first call measures; another target object of the same weights reads what was measured."""
+    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
+    made = []
+    monkeypatch.setattr(
+        "hf_falcon.decoding.measure", lambda forward, nodes, device: made.append(nodes) or {0: 1.0, nodes: 1.0}
+    )
+    options = {"num_assistant_tokens_schedule": "heuristic", "num_assistant_tokens": 6}
+    llama = TARGETS["llama"]()
+    for target in (llama, llama, TARGETS["llama"](), TARGETS["qwen2"]()):
+        target.generate(prompt(5), assistant_model=tiny_drafter(target, **options), max_new_tokens=6, do_sample=False)
+    assert made == [6, 6]
+    kept = [json.loads(file.read_text()) for file in (tmp_path / "costs").iterdir()]
+    assert len(kept) == 2 and all(each["max_nodes"] == 6 for each in kept)
+
+
+def test_a_rehearsal_leaves_no_trace():
+    """Measuring runs the target on nonsense; text and cache are as without it."""
+    target, ids = tiny_target("qwen2-mixed"), prompt(30)
+    options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
+    expected = target.generate(ids, **options)
+    drafter = tiny_drafter(target, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=40)
+    found = target.generate(ids, assistant_model=drafter, **options)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    for layer, reference in zip(found.past_key_values.layers, expected.past_key_values.layers):
+        torch.testing.assert_close(layer.keys[..., -5:, :], reference.keys[..., -5:, :])
