@@ -18,6 +18,7 @@ import transformers
 from tiny_models import tiny_drafter
 from transformers.generation.streamers import BaseStreamer
 
+import hf_falcon
 from hf_falcon import FalconCandidateGenerator
 from hf_falcon.commands.models import encode, load_drafter, load_target, shipped_drafter
 
@@ -76,6 +77,17 @@ def test_text_equals_plain(text, do_sample, models, new_tokens):
     assert statistics.new_tokens == expected.sequences.shape[1] - inputs["input_ids"].shape[1]
     if os.path.isdir(shipped_drafter()) and not do_sample:
         assert statistics.tau > 0.5, "the shipped drafter is of use"
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="packed weights need oneDNN")
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
+@pytest.mark.parametrize("text", prompts(), ids=lambda text: text[:24])
+def test_text_equals_plain_with_packed_weights(text, do_sample, models, new_tokens):
+    target, _, drafter = models
+    before = target.state_dict()["model.layers.0.mlp.up_proj.weight"].clone()
+    with hf_falcon.packed_weights(target, drafter):
+        test_text_equals_plain(text, do_sample, models, new_tokens)
+    assert torch.equal(target.model.layers[0].mlp.up_proj.weight, before)
 
 
 @pytest.mark.parametrize("text", prompts()[:4], ids=lambda text: text[:24])

@@ -8,6 +8,7 @@ from .configuration_falcon_draft import FalconDraftConfig
 from .draft_options import DraftOptions
 from .hook import disable, enable, install
 from .modeling_falcon_draft import FalconDraftModel
+from .packing import pack_weights, packed_weights, unpack_weights
 from .statistics import DraftStatistics, FalconGenerateOutput
 from .tree import DraftTree, DynamicTree, StaticTree, static_paths
 
@@ -25,7 +26,10 @@ __all__ = [
     "StaticTree",
     "disable",
     "enable",
+    "pack_weights",
+    "packed_weights",
     "static_paths",
+    "unpack_weights",
 ]
 
 AutoConfig.register(FalconDraftConfig.model_type, FalconDraftConfig, exist_ok=True)

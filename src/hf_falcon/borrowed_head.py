@@ -33,7 +33,8 @@ class BorrowedHead:
         output = target.get_output_embeddings()
         self._embedding = target.get_input_embeddings()
         self.vocab_ids: Tensor | None = None
-        weight, bias = output.weight, getattr(output, "bias", None)
+        # A packed weight as well.
+        weight, bias = output.weight.to_dense(), getattr(output, "bias", None)
         if config.draft_vocab_size is not None:
             self.vocab_ids = drafter.draft_vocab_ids.to(weight.device)
             weight = weight[self.vocab_ids]

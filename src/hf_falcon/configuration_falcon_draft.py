@@ -247,10 +247,20 @@ def weights_fingerprint(model: PreTrainedModel) -> str | None:
     for matrix in matrices[::stride]:
         if matrix.device.type == "meta" or matrix.dtype == torch.float16:
             return None
-        flat = matrix.detach().reshape(-1)
-        values = flat[:: max(1, flat.numel() // _FINGERPRINT_VALUES)][:_FINGERPRINT_VALUES]
+        values = _some_values(matrix)
         samples.append(values.to(torch.bfloat16).float() if matrix.dtype in _FINGERPRINT_DTYPES else values.float())
     if not samples:
         return None
     digest = hashlib.sha256(torch.cat([sample.cpu() for sample in samples]).numpy().tobytes())
     return digest.hexdigest()[:16]
+
+
+def _some_values(matrix: torch.Tensor) -> torch.Tensor:
+    if matrix.layout == torch.strided:
+        flat = matrix.detach().reshape(-1)
+        return flat[:: max(1, flat.numel() // _FINGERPRINT_VALUES)][:_FINGERPRINT_VALUES]
+    # All of a packed weight must be unpacked to read some of it. It never changes, so what was read stays with it.
+    kept = vars(matrix)
+    if "some_values" not in kept:
+        kept["some_values"] = _some_values(matrix.to_dense()).clone()
+    return kept["some_values"]
