@@ -57,7 +57,8 @@ def markdown(environment: dict[str, Any], rows: list[Row], absent: dict[str, str
     if scaled is not None:
         lines += [
             f"All rows are of a {scale(scaled)} that computes a small target's function, zeros in all the rest: its "
-            "acceptance is the small target's, its time and memory are those of the large shape.",
+            "acceptance is the small target's, its time and memory are those of the large shape (which has no fewer "
+            "layers than the small one).",
             "",
         ]
     head = [

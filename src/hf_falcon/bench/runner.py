@@ -42,6 +42,8 @@ class Benchmark:
         settings: dict[str, Any],
         repeats: int,
     ):
+        if PLAIN not in methods:
+            raise ValueError(f"`methods` are {', '.join(methods)}: add `{PLAIN}`, which all are compared with.")
         self._target, self._tokenizer = target, tokenizer
         self._methods, self._settings, self._repeats = methods, settings, repeats
         self._warm: set[str] = set()
@@ -67,11 +69,18 @@ class Benchmark:
             messages.append({"role": "user", "content": text})
             missing = [name for name in names[shift:] + names[:shift] if (name, data, prompt, turn) not in known]
             inputs = encode(self._tokenizer, messages, self._target.device)
-            traces = {name: self._answer(name, data, prompt, turn, inputs) for name in missing}
-            plain = traces.get(PLAIN) or known[PLAIN, data, prompt, turn]
-            for trace in traces.values():
-                trace.gap = self._gap(inputs["input_ids"], plain.tokens, trace.tokens)
-                yield trace
+            plain = known.get((PLAIN, data, prompt, turn))
+            waiting = []
+            for name in missing:
+                trace = self._answer(name, data, prompt, turn, inputs)
+                waiting.append(trace)
+                plain = trace if name == PLAIN else plain
+                # Those that ran before plain decoding have to wait for what they are compared with.
+                while plain is not None and waiting:
+                    trace = waiting.pop(0)
+                    trace.gap = self._gap(inputs["input_ids"], plain.tokens, trace.tokens)
+                    yield trace
+            assert plain is not None
             answer = self._tokenizer.decode(plain.tokens, skip_special_tokens=True)
             messages.append({"role": "assistant", "content": answer})
 

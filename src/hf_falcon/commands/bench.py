@@ -150,6 +150,8 @@ def main(argv: list[str]) -> int:
     environment = _environment(models, dtype)
     measured = {**environment, **settings, "repeats": arguments.repeats, "prompts": _digest(data)}
     measured["draft_options"] = {name: asdict(_options(drafter)) for name, drafter in models.drafters.items()}
+    if "eagle_like" in methods and "eagle_like" not in models.drafters:
+        environment["eagle_like"] = "the drafter, with a static tree"
     file = TraceFile(arguments.output, measured)
     Benchmark(models.target, tokenizer, methods, settings, arguments.repeats).run(data, file)
 
@@ -237,6 +239,7 @@ def _environment(models: Models, dtype: torch.dtype) -> dict[str, Any]:
         found |= {name: model.name_or_path, f"{name}_fingerprint": weights_fingerprint(model)}
     return {
         **found,
+        "target_weights": sum(parameter.numel() for parameter in models.target.parameters()),
         "dtype": str(dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
