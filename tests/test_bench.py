@@ -267,7 +267,7 @@ def test_methods_that_cannot_run(models):
     assert not found
     assert absent["draft_model"] == "no smaller language model is given as `draft_model`"
     assert absent["medusa_like"] == "no drafter is given as `medusa_like`"
-    assert absent["plain_compiled"] == "transformers compiles by itself on CUDA only, and this is cpu"
+    assert absent["plain_compiled"] == "static cache and torch.compile are measured on CUDA only, and this is cpu"
     assert "`GenerationMixin.greedy_search`" in absent["lookahead"]
     # What that says of transformers is so.
     assert not hasattr(GenerationMixin, "greedy_search")
@@ -470,6 +470,18 @@ def test_medusa_like_comes_along_for_the_demos_target(monkeypatch, tmp_path):
     assert isinstance(loaded(str(tmp_path)).drafters["medusa_like"], MedusaLikeModel)
     for models in (loaded(None), loaded(str(tmp_path), "another/target")):
         assert "examples/train_peers.sh trains one" in methods.resolve(["medusa_like"], models)[1]["medusa_like"]
+
+
+def test_bench_says_that_all_was_measured_before(arguments, tmp_path, capsys):
+    line = f"All of it was measured before: delete {tmp_path / 'out' / TRACES_NAME} to measure it again."
+    for measured in (False, True):
+        assert bench.main(arguments) == 0
+        assert (line in capsys.readouterr().out) is measured
+    # Another method is not; the others are not measured again.
+    traces = (tmp_path / "out" / TRACES_NAME).read_text()
+    assert bench.main([*arguments, "--node_budgets", "3"]) == 0
+    assert line not in capsys.readouterr().out
+    assert (tmp_path / "out" / TRACES_NAME).read_text().startswith(traces)
 
 
 def test_bench_fails_where_float32_differs(arguments, monkeypatch, capsys):

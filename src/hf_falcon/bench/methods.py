@@ -44,8 +44,8 @@ class NotAvailable(ValueError):
 def _plain_compiled(models: Models) -> dict[str, Any]:
     device = models.target.device.type
     if device != "cuda":
-        # Elsewhere torch.compile must be asked for, and needs a C++ compiler on the user's machine.
-        raise NotAvailable(f"transformers compiles by itself on CUDA only, and this is {device}")
+        # There transformers compiles by itself; on a CPU torch.compile needs a C++ compiler that may not be there.
+        raise NotAvailable(f"static cache and torch.compile are measured on CUDA only, and this is {device}")
     # One length for all prompts: a longer cache would be compiled for anew, inside a timed run.
     return {"cache_implementation": "static", "max_cache_len": models.longest_context}
 

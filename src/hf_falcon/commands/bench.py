@@ -22,11 +22,12 @@ from ..bench.metrics import PLAIN, summarise
 from ..bench.prompts import HUB_DATA, read_turns
 from ..bench.runner import Benchmark, longest_context
 from ..bench.scaled import SHAPES, scaled_drafter, scaled_target
-from ..bench.traces import TraceFile
+from ..bench.traces import TRACES_NAME, TraceFile
 from ..configuration_falcon_draft import weights_fingerprint
 from ..draft_options import DraftOptions
 from ..modeling_falcon_draft import FalconDraftModel
 from ..training.token_file import write_atomically
+from .main import installed_version
 from .models import (
     MEDUSA_LIKE_NAME,
     TARGET_NAME,
@@ -153,8 +154,6 @@ def main(argv: list[str]) -> int:
     if "eagle_like" in methods and "eagle_like" not in models.drafters:
         environment["eagle_like"] = "the drafter, with a static tree"
     file = TraceFile(arguments.output, measured)
-    Benchmark(models.target, tokenizer, methods, settings, arguments.repeats).run(data, file)
-
     wanted = {
         (name, source, prompt, turn)
         for name in methods
@@ -162,6 +161,10 @@ def main(argv: list[str]) -> int:
         for prompt, turns in enumerate(dialogues)
         for turn in range(len(turns))
     }
+    if wanted <= file.traces.keys():
+        print(f"All of it was measured before: delete {Path(arguments.output) / TRACES_NAME} to measure it again.")
+    Benchmark(models.target, tokenizer, methods, settings, arguments.repeats).run(data, file)
+
     rows = summarise([trace for key, trace in file.traces.items() if key in wanted], exact)
     _add_drafting(rows, methods, models, arguments.scaled)
     folder = Path(arguments.output)
@@ -243,6 +246,7 @@ def _environment(models: Models, dtype: torch.dtype) -> dict[str, Any]:
         "dtype": str(dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
+        "hf_falcon": installed_version(),
         "torch": str(torch.__version__),
         "transformers": version("transformers"),
     }
