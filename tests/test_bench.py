@@ -501,6 +501,7 @@ def test_bench_fails_where_float32_differs(arguments, monkeypatch, capsys):
         (["--scaled", "70b"], "`scaled` is '70b'; choose one of 1b, 7b, 13b"),
         (["--drafters", "k2"], "`drafters` has 'k2'; write NAME=FOLDER"),
         (["--drafters", "falcon=runs/k2"], "`drafters` has 'falcon=runs/k2'"),
+        (["--drafters", "k2=a", "--drafters", "k2=b"], "`drafters` has the name 'k2' more than once"),
         (["--data", "elsewhere/prompts.jsonl"], "two have the same name"),
     ],
 )

@@ -132,19 +132,22 @@ def picture(rows: list[Row]) -> bytes:
     (speed, depths), (times, budgets) = figure.subplots(2, 2)
     methods = list(dict.fromkeys(row["method"] for row in rows))
     data = list(dict.fromkeys(row["data"] for row in rows))
+    colours = {method: f"C{number}" for number, method in enumerate(methods)}
     width = 0.8 / len(methods)
     for number, method in enumerate(methods):
         found = {row["data"]: row["speedup"] or 0.0 for row in rows if row["method"] == method}
         places = [place + (number - (len(methods) - 1) / 2) * width for place in range(len(data))]
-        speed.bar(places, [found.get(name, 0.0) for name in data], width, label=method)
+        speed.bar(places, [found.get(name, 0.0) for name in data], width, label=method, color=colours[method])
     speed.axhline(1.0, color="black", linewidth=0.8)
     speed.set_xticks(range(len(data)), data)
     speed.set_title("speed-up over plain decoding")
-    speed.legend(fontsize=8)
+    speed.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.06))
 
     drafting = [row for row in rows if row["data"] == data[-1] and row["accepted_by_depth"]]
     for row in drafting:
-        depths.plot(range(1, len(row["accepted_by_depth"]) + 1), row["accepted_by_depth"], "o-", label=row["method"])
+        shares, method = row["accepted_by_depth"], row["method"]
+        depths.plot(range(1, len(shares) + 1), shares, "o-", label=method, color=colours[method])
+    depths.set_xticks(range(1, 1 + max((len(row["accepted_by_depth"]) for row in drafting), default=0)))
     depths.set_title(f"rounds with an accepted token of that depth, {data[-1]}")
     depths.set_xlabel("depth")
 
@@ -156,7 +159,7 @@ def picture(rows: list[Row]) -> bytes:
     times.set_title(f"where the time goes, {data[-1]}")
 
     for method, points in speedup_by_budget(rows, data[-1]).items():
-        budgets.plot(*zip(*points), "o-", label=method)
+        budgets.plot(*zip(*points), "o-", label=method, color=colours.get(method))
     budgets.axhline(1.0, color="black", linewidth=0.8)
     budgets.set_title(f"speed-up against draft tokens of a tree, {data[-1]}")
     budgets.set_xlabel("node budget")

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from ..configuration_falcon_draft import weights_fingerprint
 from ..modeling_falcon_draft import FalconDraftModel
 from .medusa import MedusaLikeModel
+from .memory import weight_bytes
 
 
 @dataclass(frozen=True)
@@ -137,7 +138,7 @@ def scaled_drafter(drafter: FalconDraftModel, target: PreTrainedModel, shape: Sh
 
 def _check_memory(model: PreTrainedModel, device: torch.device) -> None:
     """Stops before weights are allocated that do not fit."""
-    needed = sum(parameter.nbytes for parameter in model.parameters())
+    needed = weight_bytes(model)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if needed > free:
         raise ValueError(

@@ -112,8 +112,10 @@ class BenchArguments:
             raise ValueError(
                 f"`data` is {self.data}: two have the same name; give each once, in files of other names."
             )
-        for given in self.drafters:
+        for place, given in enumerate(self.drafters):
             name, _, folder = given.partition("=")
+            if any(other.startswith(f"{name}=") for other in self.drafters[:place]):
+                raise ValueError(f"`drafters` has the name {name!r} more than once; give each another.")
             if not folder or not name.isidentifier() or name in METHODS:
                 raise ValueError(
                     f"`drafters` has {given!r}; write NAME=FOLDER, the name of letters, digits and _, and no method's."
