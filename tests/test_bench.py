@@ -7,15 +7,17 @@ from types import SimpleNamespace
 import draft_fixtures
 import pytest
 import torch
-from tiny_models import tiny_drafter, tiny_target, tiny_tokenizer
+from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
+from transformers import GenerationMixin
 
 from hf_falcon import FalconCandidateGenerator
-from hf_falcon.bench import methods, report
+from hf_falcon.bench import methods, report, scaled
 from hf_falcon.bench.medusa import MedusaLikeConfig, MedusaLikeModel
+from hf_falcon.bench.memory import drafter_bytes, weight_bytes
 from hf_falcon.bench.metrics import first_difference, summarise
 from hf_falcon.bench.prompts import read_turns
-from hf_falcon.bench.runner import Benchmark
-from hf_falcon.bench.scaled import Shape, scaled_drafter, scaled_target
+from hf_falcon.bench.runner import Benchmark, longest_context
+from hf_falcon.bench.scaled import SHAPES, Shape, scaled_drafter, scaled_target
 from hf_falcon.bench.traces import TRACES_NAME, Trace, TraceFile
 from hf_falcon.borrowed_head import BorrowedHead
 from hf_falcon.commands import bench, train
@@ -172,12 +174,12 @@ SETTINGS = {"max_new_tokens": 12, "do_sample": False}
 @pytest.fixture
 def models():
     target = tiny_target("llama")
-    return methods.Models(target, tiny_drafter(target, block_size=1, num_lstm_layers=0))
+    return methods.Models(target, {"falcon": tiny_drafter(target, block_size=1, num_lstm_layers=0)})
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "temperature": 0.8}])
 def test_every_method_answers_like_plain_decoding(models, tmp_path, settings):
-    names = ["plain", "prompt_lookup", "eagle_like", "falcon_chain", "falcon_static", "falcon"]
+    names = "plain prompt_lookup eagle_like falcon_chain falcon_static falcon_no_decision falcon falcon@3".split()
     found, absent = methods.resolve(names, models)
     assert list(found) == names and not absent
     file = TraceFile(tmp_path, {})
@@ -225,8 +227,8 @@ def test_a_killed_run_continues(models, tmp_path, monkeypatch):
         run()
     until(100)
     traces = run()
-    # The dialogue's first turn was measured; of the others each is, after the warm-up.
-    assert len(calls) == 2 + 6
+    # The dialogue's first turn was measured, and its second by one method; of the others each is, after the warm-up.
+    assert len(calls) == 2 + 5
     whole = TraceFile(tmp_path / "whole", {})
     Benchmark(models.target, tiny_tokenizer(), found, SETTINGS, repeats=1).run(DATA, whole)
     assert {key: each.tokens for key, each in traces.items()} == {k: e.tokens for k, e in whole.traces.items()}
@@ -261,20 +263,109 @@ def test_the_gap_is_that_of_plain_decodings_logits(models, tmp_path, monkeypatch
 
 
 def test_methods_that_cannot_run(models):
-    assert methods.resolve(["draft_model"], models)[1] == {
-        "draft_model": "no smaller language model is given as `draft_model`"
-    }
-    models.drafter = tiny_drafter(models.target, block_size=2)
+    found, absent = methods.resolve(["draft_model", "medusa_like", "plain_compiled", "lookahead"], models)
+    assert not found
+    assert absent["draft_model"] == "no smaller language model is given as `draft_model`"
+    assert absent["medusa_like"] == "no drafter is given as `medusa_like`"
+    assert absent["plain_compiled"] == "static cache and torch.compile are measured on CUDA only, and this is cpu"
+    assert "`GenerationMixin.greedy_search`" in absent["lookahead"]
+    # What that says of transformers is so.
+    assert not hasattr(GenerationMixin, "greedy_search")
+    models.drafters["falcon"] = tiny_drafter(models.target, block_size=2)
     assert "give one with 1 and none as `eagle_like`" in methods.resolve(["eagle_like"], models)[1]["eagle_like"]
-    with pytest.raises(ValueError, match="`methods` has 'fast': choose of plain, prompt_lookup"):
-        methods.resolve(["fast"], models)
 
 
-def test_static_tree_leaves_the_drafter_as_it_is(models):
-    changed = methods.METHODS["falcon_static"](models)["assistant_model"]
-    assert changed.generation_config.draft_tree == "static"
-    assert getattr(models.drafter.generation_config, "draft_tree", None) is None
-    assert changed.fusion is models.drafter.fusion
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("fast", "`methods` has 'fast': choose of plain, plain_compiled, "),
+        ("plain@8", "`methods` has 'plain@8', but `plain` has no trees: leave out '@8'"),
+        ("falcon@", "give a number of nodes after the @, as in `falcon@8`"),
+        ("falcon@0", "`methods` has 'falcon@0': give a number"),
+        ("falcon@x", "`methods` has 'falcon@x': give a number"),
+    ],
+)
+def test_names_that_are_no_methods(models, name, message):
+    with pytest.raises(ValueError, match=message):
+        methods.resolve([name], models)
+
+
+@pytest.mark.parametrize(
+    "name, changes",
+    [
+        ("falcon_static", {"draft_tree": "static"}),
+        ("falcon_chain", {"draft_top_k": 1}),
+        ("falcon_no_decision", {"assistant_confidence_threshold": 0.0}),
+        ("falcon@5", {"num_assistant_tokens": 5}),
+        ("eagle_like@5", {"num_assistant_tokens": 5, "draft_tree": "static"}),
+    ],
+)
+def test_methods_leave_the_drafter_as_it_is(models, name, changes):
+    drafter = models.drafters["falcon"]
+    drafter.generation_config.assistant_confidence_threshold = 0.1
+    before = drafter.generation_config.to_dict()
+    changed = methods.resolve([name], models)[0][name]["assistant_model"]
+    assert changed.generation_config.to_dict() == {**before, **changes}
+    assert drafter.generation_config.to_dict() == before and changed.fusion is drafter.fusion
+
+
+def test_a_drafter_of_a_name_is_a_method(models):
+    models.drafters["k2"] = tiny_drafter(models.target, block_size=2)
+    found, _ = methods.resolve(["k2", "k2@3"], models)
+    assert found["k2"]["assistant_model"] is models.drafters["k2"]
+    options = found["k2@3"]["assistant_model"].generation_config
+    assert options.num_assistant_tokens == 3 and found["k2@3"]["assistant_model"].config.block_size == 2
+
+
+def test_compiled_decoding_has_one_cache_for_all_prompts(models, monkeypatch):
+    models.longest_context = 40
+    monkeypatch.setattr(type(models.target), "device", torch.device("cuda"))
+    (compiled,) = methods.resolve(["plain_compiled"], models)[0].values()
+    assert compiled == {"cache_implementation": "static", "max_cache_len": 40}
+    monkeypatch.undo()
+    # Not compiled here; the cache is as it is there.
+    output = models.target.generate(prompt(9), max_new_tokens=5, **compiled, return_dict_in_generate=True)
+    assert output.past_key_values.layers[0].max_cache_len == 40
+
+
+def test_longest_context():
+    tokenizer = tiny_tokenizer()
+    turns = tokenizer("ab\n\n\n\ncd").input_ids
+    assert longest_context(tokenizer, {"a": [["ab", "cd"], ["efghij"]]}, 10) == len(turns) + 2 * 10
+    assert longest_context(tokenizer, {"a": [["ab"]], "b": [["c" * 30]]}, 10) == 40
+
+
+def test_speedup_against_node_budget():
+    def row(method, data, budget, speedup):
+        return {"method": method, "data": data, "node_budget": budget, "speedup": speedup}
+
+    rows = [
+        row("plain", "all", None, 1.0),
+        row("falcon", "all", 8, 1.5),
+        row("falcon@16", "all", 16, 1.2),
+        row("falcon@4", "all", 4, 1.3),
+        row("falcon@4", "a", 4, 9.0),
+        row("k2@4", "all", 4, None),
+        row("medusa_like", "all", 12, 1.1),
+    ]
+    found = report.speedup_by_budget(rows, "all")
+    assert found == {"falcon": [(4, 1.3), (8, 1.5), (16, 1.2)], "medusa_like": [(12, 1.1)]}
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 30])
+def test_drafter_memory(draft_vocab_size):
+    target = draft_fixtures.tiny_target()
+    drafter = draft_fixtures.tiny_drafter(target, num_lstm_layers=0, block_size=1, draft_vocab_size=draft_vocab_size)
+    drafter.generation_config.draft_tree = "static"
+    found = drafter_bytes(drafter, target, 300)
+    weights = sum(parameter.nbytes for parameter in drafter.parameters())
+    # Two layers of 300 and some keys and values in a buffer of 512, in a quarter of the heads and two of eight.
+    cache = 2 * 2 * 512 * 16 * 4
+    head = 0 if draft_vocab_size is None else 30 * 32 * 4
+    # Means and deviations, ids, the tree, and the newest features.
+    assert weights + cache + head < found < weights + cache + head + 6000
+    assert drafter_bytes(drafter, target, 600) - found == cache
+    assert weight_bytes(target) == sum(p.nbytes for p in target.parameters())
 
 
 @pytest.fixture
@@ -287,17 +378,7 @@ def arguments(tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"turns": ["abc", "de"]}\n{"turns": ["fgh"]}\n')
     given = {"data": "prompts.jsonl", "target": "target", "drafter": "drafter", "output": "out"}
     words = [word for name, value in given.items() for word in (f"--{name}", str(tmp_path / value))]
-    return [
-        *words,
-        "--dtype",
-        "float32",
-        "--device",
-        "cpu",
-        "--max-new-tokens",
-        "8",
-        "--methods",
-        "falcon,draft_model",
-    ]
+    return [*words, *"--dtype float32 --device cpu --max-new-tokens 8 --methods falcon,draft_model".split()]
 
 
 def test_bench_command(arguments, tmp_path, capsys):
@@ -315,8 +396,10 @@ def test_bench_command(arguments, tmp_path, capsys):
         ("falcon", "prompts", 2),
     ]
     fields = "method data num_prompts new_tokens tokens_per_second speedup speedup_spread tau alpha accepted_by_depth"
-    fields += " identical_prompts node_budget passes time peak_memory_mb"
+    fields += " identical_prompts node_budget passes time peak_memory_mb drafter_memory_mb drafter_memory_share"
     assert set(fields.split()) <= set(found["runs"][1])
+    assert found["runs"][0]["drafter_memory_mb"] is None and found["runs"][1]["drafter_memory_mb"] > 0
+    assert "Drafter, its cache and tree:" in printed
     assert (found["runs"][0]["node_budget"], found["runs"][1]["node_budget"], found["runs"][1]["passes"]) == (
         None,
         12,
@@ -327,6 +410,78 @@ def test_bench_command(arguments, tmp_path, capsys):
     # Other prompts are another measurement.
     with pytest.raises(ValueError, match="give another `output`"):
         bench.main(arguments)
+
+
+def bench_runs(tmp_path):
+    """The rows of the report, by method and data."""
+    found = json.loads((tmp_path / "out" / "report.json").read_text())
+    return {(run["method"], run["data"]): run for run in found["runs"]}, found["environment"]
+
+
+def test_bench_measures_node_budgets_and_drafters_of_a_name(arguments, tmp_path):
+    target = tiny_target("llama")
+    tiny_drafter(target, block_size=2).save_pretrained(tmp_path / "k2")
+    (tmp_path / "more.jsonl").write_text('{"turns": ["ijk"]}\n')
+    words = f"--data {tmp_path}/more.jsonl --node-budgets 3 --node_budgets 5 7 --drafters k2={tmp_path}/k2"
+    assert bench.main([*arguments, *words.split(), "--max_new_tokens", "6"]) == 0
+    runs, environment = bench_runs(tmp_path)
+    names = ["plain", "falcon", "k2", "falcon@3", "falcon@5", "falcon@7"]
+    assert list(runs) == [(name, data) for name in names for data in ("prompts", "more", "all")]
+    budgets = {name: runs[name, "all"]["node_budget"] for name in names}
+    assert budgets == {"plain": None, "falcon": 12, "k2": 12, "falcon@3": 3, "falcon@5": 5, "falcon@7": 7}
+    # Each answer has six tokens: the later --max_new_tokens counts.
+    assert {run["new_tokens"] for (_, data), run in runs.items() if data == "all"} == {4 * 6}
+    assert all(run["identical_prompts"] == run["num_prompts"] for run in runs.values())
+    assert environment["k2"].endswith("k2") and environment["k2_fingerprint"] != environment["drafter_fingerprint"]
+    assert "| falcon@3 |" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_bench_in_a_larger_shape(arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(SHAPES, "1b", SHAPE)
+    tiny_drafter(tiny_target("llama"), block_size=2).save_pretrained(tmp_path / "lstm")
+    words = f"--scaled 1b --max_turns 1 --eagle_like {tmp_path}/drafter --drafters lstm={tmp_path}/lstm"
+    assert bench.main([*arguments, *words.split(), "--methods", "falcon,eagle_like"]) == 0
+    runs, environment = bench_runs(tmp_path)
+    assert list(runs) == [(name, "prompts") for name in ("plain", "falcon", "eagle_like")]
+    assert all(run["scaled"] == "1b" and run["identical_prompts"] == 2 for run in runs.values())
+    assert environment["target"] == f"1B-shaped network that computes the function of {tmp_path}/target"
+    printed, text = capsys.readouterr().out, (tmp_path / "out" / "report.md").read_text()
+    assert "`lstm` is left out: The drafter has `num_lstm_layers` 1" in printed
+    assert "speed-up, 1B-shaped network" in printed and "All rows are of a 1B-shaped network" in text
+    # The same function, and so the same tokens and acceptance.
+    assert bench.main([*arguments, "--max_turns", "1", "--output", str(tmp_path / "small" / "out")]) == 0
+    small, _ = bench_runs(tmp_path / "small")
+    for name in ("new_tokens", "tau", "accepted_by_depth"):
+        assert small["falcon", "prompts"][name] == runs["falcon", "prompts"][name]
+    assert small["falcon", "prompts"]["scaled"] is None
+
+
+def test_medusa_like_comes_along_for_the_demos_target(monkeypatch, tmp_path):
+    target = tiny_target("llama")
+    medusa_like(target).save_pretrained(tmp_path)
+    monkeypatch.setattr(bench, "load_target", lambda *args: (target, tiny_tokenizer()))
+    monkeypatch.setattr(bench, "load_drafter", lambda *args: tiny_drafter(target))
+
+    def loaded(folder, *words):
+        monkeypatch.setattr(bench, "shipped_folder", lambda name: folder)
+        arguments = bench.BenchArguments(["prompts.jsonl"], *words)
+        return bench._load(arguments, torch.float32, torch.device("cpu"))[0]
+
+    assert isinstance(loaded(str(tmp_path)).drafters["medusa_like"], MedusaLikeModel)
+    for models in (loaded(None), loaded(str(tmp_path), "another/target")):
+        assert "examples/train_peers.sh trains one" in methods.resolve(["medusa_like"], models)[1]["medusa_like"]
+
+
+def test_bench_says_that_all_was_measured_before(arguments, tmp_path, capsys):
+    line = f"All of it was measured before: delete {tmp_path / 'out' / TRACES_NAME} to measure it again."
+    for measured in (False, True):
+        assert bench.main(arguments) == 0
+        assert (line in capsys.readouterr().out) is measured
+    # Another method is not; the others are not measured again.
+    traces = (tmp_path / "out" / TRACES_NAME).read_text()
+    assert bench.main([*arguments, "--node_budgets", "3"]) == 0
+    assert line not in capsys.readouterr().out
+    assert (tmp_path / "out" / TRACES_NAME).read_text().startswith(traces)
 
 
 def test_bench_fails_where_float32_differs(arguments, monkeypatch, capsys):
@@ -342,6 +497,12 @@ def test_bench_fails_where_float32_differs(arguments, monkeypatch, capsys):
         (["--limit", "0"], "`limit` is 0"),
         (["--temperature", "-1"], "`temperature` is -1.0"),
         (["--methods", "falcon,nothing"], "`methods` has 'nothing'"),
+        (["--node_budgets", "4", "0"], "`node_budgets` is \\[4, 0\\]"),
+        (["--scaled", "70b"], "`scaled` is '70b'; choose one of 1b, 7b, 13b"),
+        (["--drafters", "k2"], "`drafters` has 'k2'; write NAME=FOLDER"),
+        (["--drafters", "falcon=runs/k2"], "`drafters` has 'falcon=runs/k2'"),
+        (["--drafters", "k2=a", "--drafters", "k2=b"], "`drafters` has the name 'k2' more than once"),
+        (["--data", "elsewhere/prompts.jsonl"], "two have the same name"),
     ],
 )
 def test_wrong_bench_arguments(arguments, words, message):
@@ -406,8 +567,7 @@ def test_medusa_like_is_trained_by_the_same_command(arguments, tmp_path):
     words = (
         f"--data {tmp_path}/tokens.safetensors --target {tmp_path}/target --output_dir {tmp_path}/medusa --max_steps 2"
     )
-    words += " --architecture medusa_like --block_size 3 --report_to none --final_tau_prompts 0"
-    words += " --target_dtype float32"
+    words += " --architecture medusa_like --block_size 3 --report_to none --target_dtype float32"
     assert train.main(words.split()) == 0
     trained = ["--medusa_like", str(tmp_path / "medusa"), "--methods", "medusa_like"]
     assert bench.main([*arguments, *trained]) == 0
@@ -436,13 +596,40 @@ def test_scaled_models_are_the_same_functions(shape, block_size):
 
     drafter = draft_fixtures.tiny_drafter(target, num_lstm_layers=0, block_size=block_size, draft_vocab_size=30)
     drafter.generation_config.num_assistant_tokens = 5
-    large_drafter = scaled_drafter(drafter, large, shape)
+    assert_same_drafting(drafter, target, scaled_drafter(drafter, large, shape), large)
+
+
+def test_scaled_medusa_like_is_the_same_function():
+    target = draft_fixtures.tiny_target(head_dim=8)
+    drafter, large = medusa_like(target, draft_vocab_size=30), scaled_target(target, SHAPE)
+    with torch.no_grad():
+        drafter.norm.weight.uniform_(0.5, 1.5)
+        drafter.feature_mean.normal_(0.0, 0.5)
+    assert_same_drafting(drafter, target, scaled_drafter(drafter, large, SHAPE), large)
+
+
+def assert_same_drafting(drafter, target, large_drafter, large):
+    tokens = draft_fixtures.random_tokens(1, 30)
     settings = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
     small = target.generate(tokens, assistant_model=drafter, **settings)
     scaled = large.generate(tokens, assistant_model=large_drafter, **settings)
     assert scaled.sequences.tolist() == small.sequences.tolist()
     assert scaled.draft_statistics.accepted_by_depth == small.draft_statistics.accepted_by_depth
     assert scaled.draft_statistics.drafted_tokens == small.draft_statistics.drafted_tokens
+
+
+def test_what_does_not_fit_into_memory(monkeypatch):
+    target = draft_fixtures.tiny_target(head_dim=8)
+    drafter = draft_fixtures.tiny_drafter(target, num_lstm_layers=0)
+    large = scaled_target(target, SHAPE)
+    monkeypatch.setattr(scaled.psutil, "virtual_memory", lambda: SimpleNamespace(available=100))
+    # Not even asked for.
+    monkeypatch.setattr(torch.nn.Module, "to_empty", None)
+    message = "The scaled LlamaForCausalLM takes 6.5 GB in bfloat16, and cpu has 0.0 GB free: choose a smaller shape"
+    with pytest.raises(ValueError, match=message):
+        scaled_target(target.to(torch.bfloat16), Shape(4096, 11008, 16, 32, 32, 128))
+    with pytest.raises(ValueError, match="The scaled FalconDraftModel takes 0.0 GB in float32"):
+        scaled_drafter(drafter, large, SHAPE)
 
 
 def test_what_cannot_be_scaled():

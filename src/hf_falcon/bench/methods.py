@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from ..modeling_falcon_draft import FalconDraftModel
+
+FALCON = "falcon"
 
 
 @dataclass
@@ -20,50 +23,56 @@ class Models:
 
     Args:
         target ([`PreTrainedModel`]): the target.
-        drafter ([`FalconDraftModel`]): its drafter.
-        eagle_like ([`FalconDraftModel`], *optional*): a drafter of one token a pass without an LSTM.
-        medusa_like ([`MedusaLikeModel`], *optional*): a drafter in the manner of Medusa.
+        drafters (`dict[str, FalconDraftModel]`): its drafters: that of the methods `falcon...` by the name "falcon",
+            and those of the peers ("eagle_like", "medusa_like") and of methods of one's own by theirs.
         draft_model ([`PreTrainedModel`], *optional*): a smaller language model with the target's tokenizer.
+        longest_context (`int`, *optional*): tokens of the longest dialogue, answers included.
+        absent (`dict[str, str]`, *optional*): why a drafter is not among these, by its name.
     """
 
     target: PreTrainedModel
-    drafter: FalconDraftModel
-    eagle_like: FalconDraftModel | None = None
-    medusa_like: FalconDraftModel | None = None
+    drafters: dict[str, FalconDraftModel]
     draft_model: PreTrainedModel | None = None
+    longest_context: int | None = None
+    absent: dict[str, str] = field(default_factory=dict)
 
 
 class NotAvailable(ValueError):
     """A method cannot run here; the message says why and what it needs."""
 
 
-def _falcon(models: Models) -> dict[str, Any]:
-    return {"assistant_model": models.drafter}
+def _plain_compiled(models: Models) -> dict[str, Any]:
+    device = models.target.device.type
+    if device != "cuda":
+        # There transformers compiles by itself; on a CPU torch.compile needs a C++ compiler that may not be there.
+        raise NotAvailable(f"static cache and torch.compile are measured on CUDA only, and this is {device}")
+    # One length for all prompts: a longer cache would be compiled for anew, inside a timed run.
+    return {"cache_implementation": "static", "max_cache_len": models.longest_context}
 
 
-def _falcon_static(models: Models) -> dict[str, Any]:
-    return {"assistant_model": _with_options(models.drafter, draft_tree="static", assistant_confidence_threshold=0.0)}
+def _lookahead(models: Models) -> dict[str, Any]:
+    raise NotAvailable(
+        "its authors' code (hao-ai-lab/LookaheadDecoding) was written for transformers 4.36 and replaces "
+        "`GenerationMixin.greedy_search`, which transformers no longer has; no kept implementation is known"
+    )
 
 
-def _falcon_chain(models: Models) -> dict[str, Any]:
-    return {"assistant_model": _with_options(models.drafter, draft_top_k=1)}
+def _drafter(models: Models, name: str = FALCON, **options: Any) -> dict[str, Any]:
+    if name not in models.drafters:
+        raise NotAvailable(models.absent.get(name, f"no drafter is given as `{name}`"))
+    drafter = models.drafters[name]
+    return {"assistant_model": _with_options(drafter, **options) if options else drafter}
 
 
 def _eagle_like(models: Models) -> dict[str, Any]:
-    drafter = models.eagle_like or models.drafter
-    config = drafter.config
+    name = "eagle_like" if "eagle_like" in models.drafters else FALCON
+    config = models.drafters[name].config
     if config.block_size != 1 or config.num_lstm_layers != 0:
         raise NotAvailable(
             f"the drafter has `block_size` {config.block_size} and {config.num_lstm_layers} LSTM layers: give one "
             "with 1 and none as `eagle_like`"
         )
-    return {"assistant_model": _with_options(drafter, draft_tree="static", assistant_confidence_threshold=0.0)}
-
-
-def _medusa_like(models: Models) -> dict[str, Any]:
-    if models.medusa_like is None:
-        raise NotAvailable("no drafter is given as `medusa_like`")
-    return {"assistant_model": _with_options(models.medusa_like, draft_tree="static")}
+    return _drafter(models, name, draft_tree="static")
 
 
 def _early_exit(models: Models) -> dict[str, Any]:
@@ -79,15 +88,18 @@ def _draft_model(models: Models) -> dict[str, Any]:
 
 METHODS: dict[str, Callable[[Models], dict[str, Any]]] = {
     "plain": lambda models: {},
+    "plain_compiled": _plain_compiled,
     "prompt_lookup": lambda models: {"prompt_lookup_num_tokens": 3},
     "prompt_lookup_8": lambda models: {"prompt_lookup_num_tokens": 8},
+    "lookahead": _lookahead,
     "early_exit": _early_exit,
     "draft_model": _draft_model,
     "eagle_like": _eagle_like,
-    "medusa_like": _medusa_like,
-    "falcon_chain": _falcon_chain,
-    "falcon_static": _falcon_static,
-    "falcon": _falcon,
+    "medusa_like": partial(_drafter, name="medusa_like", draft_tree="static"),
+    "falcon_chain": partial(_drafter, draft_top_k=1),
+    "falcon_static": partial(_drafter, draft_tree="static"),
+    "falcon_no_decision": partial(_drafter, assistant_confidence_threshold=0.0),
+    "falcon": _drafter,
 }
 
 
@@ -95,20 +107,37 @@ def resolve(names: list[str], models: Models) -> tuple[dict[str, dict[str, Any]]
     """
     The arguments of each method.
 
+    Args:
+        names (`list[str]`): of `METHODS` or of a drafter in `models`; `name@8` is the method with 8 nodes a tree.
+        models ([`Models`]): what they decode with.
+
     Returns:
         Those of the methods that can run, by name, and why the others cannot.
 
     Raises:
-        `ValueError`: for a name that is no method's.
+        `ValueError`: for a name that is no method's, or a node budget that is none.
     """
+    methods = METHODS | {
+        name: partial(_drafter, name=name) for name in (*models.drafters, *models.absent) if name not in METHODS
+    }
     found, absent = {}, {}
     for name in names:
-        if name not in METHODS:
-            raise ValueError(f"`methods` has {name!r}: choose of {', '.join(METHODS)}.")
+        base, at, budget = name.partition("@")
+        if base not in methods:
+            raise ValueError(f"`methods` has {name!r}: choose of {', '.join(methods)}.")
         try:
-            found[name] = METHODS[name](models)
+            arguments = methods[base](models)
         except NotAvailable as error:
             absent[name] = str(error)
+            continue
+        if at:
+            drafter = arguments.get("assistant_model")
+            if not isinstance(drafter, FalconDraftModel):
+                raise ValueError(f"`methods` has {name!r}, but `{base}` has no trees: leave out {at + budget!r}.")
+            if not budget.isdecimal() or int(budget) < 1:
+                raise ValueError(f"`methods` has {name!r}: give a number of nodes after the @, as in `{base}@8`.")
+            arguments["assistant_model"] = _with_options(drafter, num_assistant_tokens=int(budget))
+        found[name] = arguments
     return found, absent
 
 

@@ -54,5 +54,8 @@ def _from_hub(name: str) -> list[list[str]]:
     except ImportError as error:
         raise OSError(f"`data` {name!r} needs the package `datasets`. Run `pip install hf-falcon[bench]`.") from error
     repository, configuration, split, column = HUB_DATA[name]
-    values = load_dataset(repository, configuration, split=split)[column]
+    try:
+        values = load_dataset(repository, configuration, split=split)[column]
+    except OSError as error:
+        raise OSError(f"`data` {name!r}: {error}\nWithout the Hub, give JSON-lines files with `turns`.") from error
     return [value if isinstance(value, list) else [value] for value in values]

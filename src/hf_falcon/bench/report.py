@@ -11,12 +11,27 @@ from ..commands.report import aligned
 Row = dict[str, Any]
 
 
+def scale(name: str) -> str:
+    """What a scaled network is called."""
+    return f"{name.upper()}-shaped network"
+
+
+def memory(row: Row) -> str:
+    """What the drafter of a row takes, in a sentence."""
+    return (
+        f"Drafter, its cache and tree: {row['drafter_memory_mb']:.1f} MB, "
+        f"{100 * row['drafter_memory_share']:.1f} % of the target's weights."
+    )
+
+
 def table(rows: list[Row]) -> str:
     """The one table that matters first: how much faster each method is on each data set."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
     data = list(dict.fromkeys(row["data"] for row in rows))
     by_key = {(row["method"], row["data"]): row for row in rows}
-    cells = [["speed-up", *data, "tau", "identical"]]
+    scaled = rows[0].get("scaled")
+    title = "speed-up" if scaled is None else f"speed-up, {scale(scaled)}"
+    cells = [[title, *data, "tau", "identical"]]
     for method in methods:
         found = [by_key.get((method, name)) for name in data]
         last = found[-1] or {}
@@ -38,6 +53,14 @@ def table(rows: list[Row]) -> str:
 def markdown(environment: dict[str, Any], rows: list[Row], absent: dict[str, str], exact: bool) -> str:
     """The whole report."""
     lines = ["# Benchmark", "", *(f"- {name}: {value}" for name, value in environment.items()), ""]
+    scaled = rows[0].get("scaled") if rows else None
+    if scaled is not None:
+        lines += [
+            f"All rows are of a {scale(scaled)} that computes a small target's function, zeros in all the rest: its "
+            "acceptance is the small target's, its time and memory are those of the large shape (which has no fewer "
+            "layers than the small one).",
+            "",
+        ]
     head = [
         "method",
         "data",
@@ -50,6 +73,9 @@ def markdown(environment: dict[str, Any], rows: list[Row], absent: dict[str, str
         "identical",
         "parts at",
         "gap",
+        "nodes",
+        "drafter MB",
+        "of target",
     ]
     lines += [_line(head), _line(["---"] * len(head))]
     for row in rows:
@@ -68,6 +94,9 @@ def markdown(environment: dict[str, Any], rows: list[Row], absent: dict[str, str
                     f"{row['identical_prompts']}/{row['num_prompts']}",
                     "" if row["median_first_difference"] is None else f"{row['median_first_difference']:.0f}",
                     _number(row["median_logit_gap"]),
+                    "" if row.get("node_budget") is None else str(row["node_budget"]),
+                    "" if row.get("node_budget") is None else f"{row['drafter_memory_mb']:.1f}",
+                    "" if row.get("node_budget") is None else f"{100 * row['drafter_memory_share']:.1f} %",
                 ]
             )
         )
@@ -76,7 +105,9 @@ def markdown(environment: dict[str, Any], rows: list[Row], absent: dict[str, str
         "Speed-up: plain decoding's time over the method's, for as many tokens, all prompts together; middle half: "
         "the quartiles over answers. tau: draft tokens accepted a round; alpha: their share of all tokens. Parts at, "
         "gap: medians over answers that are not plain decoding's, of the first token that differs, and of how much "
-        "more plain decoding's logit of its own token is than that of the other.",
+        "more plain decoding's logit of its own token is than that of the other. Nodes: draft tokens of a tree, at "
+        "most. Drafter MB, of target: its weights, its copy of the LM head, its cache at the longest context and its "
+        "tree, also as a share of the target's weights.",
     ]
     if exact:
         lines.append("A method whose tokens differ in float32 gets no speed-up.")
@@ -86,7 +117,8 @@ def markdown(environment: dict[str, Any], rows: list[Row], absent: dict[str, str
 
 def picture(rows: list[Row]) -> bytes:
     """
-    The report's picture, a PNG file: speed-up by data set and method, acceptance by depth, where a round's time goes.
+    The report's picture, a PNG file: speed-up by data set and method, acceptance by depth, where a round's time goes,
+    speed-up against node budget.
 
     Raises:
         `ImportError`: without matplotlib.
@@ -94,40 +126,60 @@ def picture(rows: list[Row]) -> bytes:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(15, 4.5), layout="constrained")
-    speed, depths, times = figure.subplots(1, 3)
+    figure = Figure(figsize=(13, 8.5), layout="constrained")
+    if rows[0].get("scaled") is not None:
+        figure.suptitle(f"{scale(rows[0]['scaled'])} that computes a small target's function")
+    (speed, depths), (times, budgets) = figure.subplots(2, 2)
     methods = list(dict.fromkeys(row["method"] for row in rows))
     data = list(dict.fromkeys(row["data"] for row in rows))
+    colours = {method: f"C{number}" for number, method in enumerate(methods)}
     width = 0.8 / len(methods)
     for number, method in enumerate(methods):
         found = {row["data"]: row["speedup"] or 0.0 for row in rows if row["method"] == method}
         places = [place + (number - (len(methods) - 1) / 2) * width for place in range(len(data))]
-        speed.bar(places, [found.get(name, 0.0) for name in data], width, label=method)
+        speed.bar(places, [found.get(name, 0.0) for name in data], width, label=method, color=colours[method])
     speed.axhline(1.0, color="black", linewidth=0.8)
     speed.set_xticks(range(len(data)), data)
     speed.set_title("speed-up over plain decoding")
-    speed.legend(fontsize=8)
+    speed.legend(fontsize=8, ncols=4, loc="upper center", bbox_to_anchor=(0.5, -0.06))
 
     drafting = [row for row in rows if row["data"] == data[-1] and row["accepted_by_depth"]]
     for row in drafting:
-        depths.plot(range(1, len(row["accepted_by_depth"]) + 1), row["accepted_by_depth"], "o-", label=row["method"])
-    depths.set_title("rounds with an accepted token of that depth")
+        shares, method = row["accepted_by_depth"], row["method"]
+        depths.plot(range(1, len(shares) + 1), shares, "o-", label=method, color=colours[method])
+    depths.set_xticks(range(1, 1 + max((len(row["accepted_by_depth"]) for row in drafting), default=0)))
+    depths.set_title(f"rounds with an accepted token of that depth, {data[-1]}")
     depths.set_xlabel("depth")
-    if drafting:
-        depths.legend(fontsize=8)
 
     left = [0.0] * len(drafting)
     for part in ("target", "drafter", "other"):
         shares = [row["time"][part] / (sum(row["time"].values()) or 1.0) for row in drafting]
         times.barh([row["method"] for row in drafting], shares, left=left, label=part)
         left = [before + share for before, share in zip(left, shares)]
-    times.set_title("where the time goes")
-    if drafting:
-        times.legend(fontsize=8)
+    times.set_title(f"where the time goes, {data[-1]}")
+
+    for method, points in speedup_by_budget(rows, data[-1]).items():
+        budgets.plot(*zip(*points), "o-", label=method, color=colours.get(method))
+    budgets.axhline(1.0, color="black", linewidth=0.8)
+    budgets.set_title(f"speed-up against draft tokens of a tree, {data[-1]}")
+    budgets.set_xlabel("node budget")
+    for panel in (depths, times, budgets):
+        if panel.get_legend_handles_labels()[0]:
+            panel.legend(fontsize=8)
 
     file = io.BytesIO()
     FigureCanvasAgg(figure).print_png(file)
     return file.getvalue()
+
+
+def speedup_by_budget(rows: list[Row], data: str) -> dict[str, list[tuple[int, float]]]:
+    """Node budgets and speed-ups of each method that drafts trees, `falcon@8` being one of `falcon`'s."""
+    found: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        if row["data"] == data and row.get("node_budget") is not None and row["speedup"] is not None:
+            point = (row["node_budget"], row["speedup"])
+            found.setdefault(row["method"].partition("@")[0], []).append(point)
+    return {method: sorted(points) for method, points in found.items()}
 
 
 def _line(cells: list[str]) -> str:

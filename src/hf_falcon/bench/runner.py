@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import sys
 import time
@@ -41,6 +42,8 @@ class Benchmark:
         settings: dict[str, Any],
         repeats: int,
     ):
+        if PLAIN not in methods:
+            raise ValueError(f"`methods` are {', '.join(methods)}: add `{PLAIN}`, which all are compared with.")
         self._target, self._tokenizer = target, tokenizer
         self._methods, self._settings, self._repeats = methods, settings, repeats
         self._warm: set[str] = set()
@@ -65,12 +68,19 @@ class Benchmark:
         for turn, text in enumerate(turns):
             messages.append({"role": "user", "content": text})
             missing = [name for name in names[shift:] + names[:shift] if (name, data, prompt, turn) not in known]
-            inputs = self._encode(messages)
-            traces = {name: self._answer(name, data, prompt, turn, inputs) for name in missing}
-            plain = traces.get(PLAIN) or known[PLAIN, data, prompt, turn]
-            for trace in traces.values():
-                trace.gap = self._gap(inputs["input_ids"], plain.tokens, trace.tokens)
-                yield trace
+            inputs = encode(self._tokenizer, messages, self._target.device)
+            plain = known.get((PLAIN, data, prompt, turn))
+            waiting = []
+            for name in missing:
+                trace = self._answer(name, data, prompt, turn, inputs)
+                waiting.append(trace)
+                plain = trace if name == PLAIN else plain
+                # Those that ran before plain decoding have to wait for what they are compared with.
+                while plain is not None and waiting:
+                    trace = waiting.pop(0)
+                    trace.gap = self._gap(inputs["input_ids"], plain.tokens, trace.tokens)
+                    yield trace
+            assert plain is not None
             answer = self._tokenizer.decode(plain.tokens, skip_special_tokens=True)
             messages.append({"role": "assistant", "content": answer})
 
@@ -102,15 +112,6 @@ class Benchmark:
         set_seed(_SEED)
         return self._target.generate(**inputs, **self._settings, **self._methods[method], return_dict_in_generate=True)
 
-    def _encode(self, messages: list[dict[str, str]]) -> dict[str, Tensor]:
-        if self._tokenizer.chat_template is None:
-            text = "\n\n".join(message["content"] for message in messages)
-            return dict(self._tokenizer(text, return_tensors="pt").to(self._target.device))
-        inputs = self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
-        return dict(inputs.to(self._target.device))
-
     @torch.no_grad()
     def _gap(self, prompt_ids: Tensor, tokens: list[int], others: list[int]) -> float | None:
         place = first_difference(tokens, others)
@@ -119,6 +120,29 @@ class Benchmark:
         context = torch.cat((prompt_ids, prompt_ids.new_tensor([tokens[:place]])), dim=1)
         logits = self._target(context, logits_to_keep=1).logits[0, -1].float()
         return float(logits[tokens[place]] - logits[others[place]])
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], device: torch.device
+) -> dict[str, Tensor]:
+    """A dialogue as the target reads it; the texts themselves for a target without a chat template."""
+    if tokenizer.chat_template is None:
+        text = "\n\n".join(message["content"] for message in messages)
+        return dict(tokenizer(text, return_tensors="pt").to(device))
+    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    return dict(inputs.to(device))
+
+
+def longest_context(tokenizer: PreTrainedTokenizerBase, data: dict[str, list[list[str]]], max_new_tokens: int) -> int:
+    """Tokens of the longest of all dialogues, if every answer is as long as it may be."""
+    longest = 0
+    for turns in itertools.chain.from_iterable(data.values()):
+        messages = [{"role": "user", "content": turns[0]}]
+        for text in turns[1:]:
+            messages += [{"role": "assistant", "content": ""}, {"role": "user", "content": text}]
+        prompt = encode(tokenizer, messages, torch.device("cpu"))["input_ids"]
+        longest = max(longest, prompt.shape[1] + len(turns) * max_new_tokens)
+    return longest
 
 
 def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:

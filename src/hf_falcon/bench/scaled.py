@@ -13,12 +13,15 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..configuration_falcon_draft import weights_fingerprint
 from ..modeling_falcon_draft import FalconDraftModel
+from .medusa import MedusaLikeModel
+from .memory import weight_bytes
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,7 @@ def scaled_target(target: PreTrainedModel, shape: Shape) -> PreTrainedModel:
     A Llama model of another shape with the function of `target`, on its device and in its dtype.
 
     Raises:
-        `ValueError`: if `target` is no Llama model, or does not fit into the shape.
+        `ValueError`: if `target` is no Llama model or does not fit into the shape, or the memory is not enough.
     """
     config = target.config
     if config.model_type != "llama" or config.attention_bias or config.mlp_bias:
@@ -66,6 +69,7 @@ def scaled_target(target: PreTrainedModel, shape: Shape) -> PreTrainedModel:
     new.rms_norm_eps = config.rms_norm_eps * config.hidden_size / shape.hidden_size
     with torch.device("meta"):
         large = AutoModelForCausalLM.from_config(new, dtype=target.dtype)
+    _check_memory(large, target.device)
     large = large.to_empty(device=target.device).eval()
     # Buffers, such as rotary frequencies, are made and not loaded.
     large.model.rotary_emb = type(target.model.rotary_emb)(new).to(target.device)
@@ -87,7 +91,8 @@ def scaled_drafter(drafter: FalconDraftModel, target: PreTrainedModel, shape: Sh
     A drafter for the scaled `target` with the function of `drafter`.
 
     Raises:
-        `ValueError`: if `drafter` has parts that cannot be scaled, or does not fit into the shape.
+        `ValueError`: if `drafter` has parts that cannot be scaled or does not fit into the shape, or the memory is not
+            enough.
     """
     config = drafter.config
     if config.num_lstm_layers > 0 or config.conditioning_size > 0 or config.feature_layers:
@@ -102,13 +107,21 @@ def scaled_drafter(drafter: FalconDraftModel, target: PreTrainedModel, shape: Sh
             setattr(new, name, value)
     new.rms_norm_eps = config.rms_norm_eps * config.hidden_size / shape.hidden_size
     new.target_fingerprint = weights_fingerprint(target)
-    large = FalconDraftModel(new).to(drafter.device, drafter.dtype).eval()
+    with torch.device("meta"):
+        large = type(drafter)(new).to(drafter.dtype)
+    _check_memory(large, drafter.device)
+    large = large.to_empty(device=drafter.device).eval()
     for parameter in large.parameters():
         parameter.zero_()
     width, wide = config.hidden_size, shape.hidden_size
-    _fill_norm(large.fusion.embedding_norm, drafter.fusion.embedding_norm)
-    _fill(large.fusion.linear.weight[:, :wide], drafter.fusion.linear.weight[:, :width])
-    _fill(large.fusion.linear.weight[:, wide:], drafter.fusion.linear.weight[:, width:])
+    if isinstance(drafter, MedusaLikeModel):
+        for name, tensor in drafter.heads.named_parameters():
+            for new_part, part in zip(large.heads.get_parameter(name).split(wide), tensor.split(width)):
+                _fill(new_part, part)
+    else:
+        _fill_norm(large.fusion.embedding_norm, drafter.fusion.embedding_norm)
+        _fill(large.fusion.linear.weight[:, :wide], drafter.fusion.linear.weight[:, :width])
+        _fill(large.fusion.linear.weight[:, wide:], drafter.fusion.linear.weight[:, width:])
     if drafter.anchor is not None:
         for new_part, part in zip(large.anchor.weight.split(wide), drafter.anchor.weight.split(width)):
             _fill(new_part, part)
@@ -121,6 +134,18 @@ def scaled_drafter(drafter: FalconDraftModel, target: PreTrainedModel, shape: Sh
         large.draft_vocab_ids.copy_(drafter.draft_vocab_ids)
     large.generation_config = copy.deepcopy(drafter.generation_config)
     return large
+
+
+def _check_memory(model: PreTrainedModel, device: torch.device) -> None:
+    """Stops before weights are allocated that do not fit."""
+    needed = weight_bytes(model)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if needed > free:
+        raise ValueError(
+            f"The scaled {type(model).__name__} takes {needed / 1e9:.1f} GB in "
+            f"{str(model.dtype).removeprefix('torch.')}, and {device} has {free / 1e9:.1f} GB free: choose a smaller "
+            "shape or `dtype`, or a larger machine."
+        )
 
 
 def _fill(large: Tensor, small: Tensor) -> None:

