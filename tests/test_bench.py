@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import draft_fixtures
 import pytest
 import torch
-from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
+from tiny_models import SAME_EVERY_ROUND, prompt, tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import GenerationMixin
 
 from hf_falcon import FalconCandidateGenerator
@@ -21,6 +21,7 @@ from hf_falcon.bench.scaled import SHAPES, Shape, scaled_drafter, scaled_target
 from hf_falcon.bench.traces import TRACES_NAME, Trace, TraceFile
 from hf_falcon.borrowed_head import BorrowedHead
 from hf_falcon.commands import bench, train
+from hf_falcon.packing import is_packed
 from hf_falcon.training.csgd import DistillationWeights, DraftBatch, draft_loss
 from hf_falcon.training.features import target_features
 from hf_falcon.training.token_file import TokenFile
@@ -179,7 +180,8 @@ def models():
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "temperature": 0.8}])
 def test_every_method_answers_like_plain_decoding(models, tmp_path, settings):
-    names = "plain prompt_lookup eagle_like falcon_chain falcon_static falcon_no_decision falcon falcon@3".split()
+    names = "plain prompt_lookup eagle_like falcon_chain falcon_static falcon_dynamic falcon_no_decision".split()
+    names += "falcon_no_cost_model falcon_no_lookup falcon falcon@3 plain_packed falcon_packed".split()
     found, absent = methods.resolve(names, models)
     assert list(found) == names and not absent
     file = TraceFile(tmp_path, {})
@@ -191,8 +193,25 @@ def test_every_method_answers_like_plain_decoding(models, tmp_path, settings):
     for row in rows:
         if not settings or row["method"] != "prompt_lookup":
             assert row["identical_prompts"] == row["num_prompts"] and row["speedup"] > 0
-        assert (row["tau"] is None) is (row["method"] in ("plain", "prompt_lookup"))
+        assert (row["tau"] is None) is (row["method"] in ("plain", "prompt_lookup", "plain_packed"))
     assert [row["new_tokens"] for row in rows if row["method"] == "plain"] == [36, 12, 48]
+
+
+def test_packed_methods_decode_with_packed_weights(models, tmp_path, monkeypatch):
+    """And leave the others theirs."""
+    found, _ = methods.resolve(["plain", "falcon", "plain_packed", "falcon_packed"], models)
+    packed, generate = [], type(models.target).generate
+
+    def recorded(self, *args, **kwargs):
+        drafter = kwargs.get("assistant_model")
+        packed.append((is_packed(self), drafter is not None and is_packed(drafter)))
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(models.target), "generate", recorded)
+    runner = Benchmark(models.target, tiny_tokenizer(), found, SETTINGS, repeats=1)
+    runner.run({"one": [["abc"]]}, TraceFile(tmp_path, {}))
+    assert packed == [(False, False)] * 4 + [(True, False)] * 2 + [(True, True)] * 2
+    assert not is_packed(models.target) and not is_packed(models.drafters["falcon"])
 
 
 def test_methods_take_turns_in_going_first(models, tmp_path):
@@ -290,14 +309,25 @@ def test_names_that_are_no_methods(models, name, message):
         methods.resolve([name], models)
 
 
+FIXED = {
+    "num_assistant_tokens": 8,
+    "num_draft_passes": 3,
+    "num_assistant_tokens_schedule": "constant",
+    "prompt_lookup_num_tokens": 0,
+}
+
+
 @pytest.mark.parametrize(
     "name, changes",
     [
-        ("falcon_static", {"draft_tree": "static"}),
-        ("falcon_chain", {"draft_top_k": 1}),
-        ("falcon_no_decision", {"assistant_confidence_threshold": 0.0}),
+        ("falcon_static", {**FIXED, "draft_tree": "static"}),
+        ("falcon_chain", {**FIXED, "draft_top_k": 1, "num_assistant_tokens": 4, "num_draft_passes": 4}),
+        ("falcon_dynamic", FIXED),
+        ("falcon_no_decision", {**FIXED, "assistant_confidence_threshold": 0.0}),
+        ("falcon_no_cost_model", {**FIXED, "prompt_lookup_num_tokens": 32}),
+        ("falcon_no_lookup", {"prompt_lookup_num_tokens": 0}),
         ("falcon@5", {"num_assistant_tokens": 5}),
-        ("eagle_like@5", {"num_assistant_tokens": 5, "draft_tree": "static"}),
+        ("eagle_like@5", {**FIXED, "num_assistant_tokens": 5, "draft_tree": "static"}),
     ],
 )
 def test_methods_leave_the_drafter_as_it_is(models, name, changes):
@@ -516,7 +546,10 @@ def test_wrong_bench_arguments(arguments, words, message):
 def medusa_like(target, block_size=3, **fields):
     torch.manual_seed(0)
     sizes = {"block_size": block_size, "num_lstm_layers": 0, **fields}
-    return MedusaLikeModel(MedusaLikeConfig.from_target(target, **sizes)).eval()
+    drafter = MedusaLikeModel(MedusaLikeConfig.from_target(target, **sizes)).eval()
+    for name, value in {**SAME_EVERY_ROUND, "num_draft_passes": 1}.items():
+        setattr(drafter.generation_config, name, value)
+    return drafter
 
 
 @pytest.mark.parametrize("length", [2, 7])

@@ -26,13 +26,14 @@ from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
 from .configuration_falcon_draft import weights_fingerprint
+from .packing import is_packed
 
 logger = logging.get_logger(__name__)
 
 # Draft nodes at which the target is timed; between them its time is interpolated.
 _SIZES = (0, 1, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127)
-_MEASURING_SECONDS = 1.0
-_REPEATS = 3
+_MEASURING_SECONDS = 1.5
+_REPEATS = 4
 # Weight of a new round in a running mean.
 _NEW = 0.1
 # Until a draft pass was timed it is taken to cost this many of the target's steps.
@@ -70,7 +71,8 @@ class Costs:
     def target(self, max_nodes: int) -> list[float]:
         """The target's time for the root and 0, 1, ..., `max_nodes` draft nodes."""
         sizes = sorted(self.seconds)
-        known = [self.seconds[size] / self.seconds[0] for size in sizes]
+        # More tokens never take less time; where they seem to, the machine was busy with something else.
+        known = [max(1.0, self.seconds[size] / self.seconds[0]) for size in sizes]
         return [_interpolate(nodes, sizes, known) for nodes in range(max_nodes + 1)]
 
     def observe_target(self, cost: float, seconds: float) -> None:
@@ -148,6 +150,7 @@ class Circumstances(NamedTuple):
     dtype: str
     device: str
     threads: int
+    packed: bool
 
     @classmethod
     def of(cls, target: PreTrainedModel, context: int, max_nodes: int) -> Circumstances:
@@ -160,6 +163,7 @@ class Circumstances(NamedTuple):
             dtype=str(target.dtype),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             threads=torch.get_num_threads(),
+            packed=is_packed(target),
         )
 
 

@@ -11,9 +11,15 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from ..draft_options import DraftOptions
 from ..modeling_falcon_draft import FalconDraftModel
 
 FALCON = "falcon"
+# Trees of a fixed size that do well: on two cores, and where 32 nodes cost what one does.
+_FIXED_SIZES = {
+    "cpu": {"num_assistant_tokens": 8, "num_draft_passes": 3},
+    "cuda": {"num_assistant_tokens": 32, "num_draft_passes": 5},
+}
 
 
 @dataclass
@@ -64,6 +70,13 @@ def _drafter(models: Models, name: str = FALCON, **options: Any) -> dict[str, An
     return {"assistant_model": _with_options(drafter, **options) if options else drafter}
 
 
+def _fixed_tree(models: Models, name: str = FALCON, **options: Any) -> dict[str, Any]:
+    """A tree of one size in every round, and nothing looked up. The size is to suit the device: nothing else does."""
+    sizes = _FIXED_SIZES["cuda" if models.target.device.type == "cuda" else "cpu"]
+    fixed = {"num_assistant_tokens_schedule": "constant", "prompt_lookup_num_tokens": 0}
+    return _drafter(models, name, **{**fixed, **sizes, **options})
+
+
 def _eagle_like(models: Models) -> dict[str, Any]:
     name = "eagle_like" if "eagle_like" in models.drafters else FALCON
     config = models.drafters[name].config
@@ -72,7 +85,7 @@ def _eagle_like(models: Models) -> dict[str, Any]:
             f"the drafter has `block_size` {config.block_size} and {config.num_lstm_layers} LSTM layers: give one "
             "with 1 and none as `eagle_like`"
         )
-    return _drafter(models, name, draft_tree="static")
+    return _fixed_tree(models, name, draft_tree="static")
 
 
 def _early_exit(models: Models) -> dict[str, Any]:
@@ -95,12 +108,21 @@ METHODS: dict[str, Callable[[Models], dict[str, Any]]] = {
     "early_exit": _early_exit,
     "draft_model": _draft_model,
     "eagle_like": _eagle_like,
-    "medusa_like": partial(_drafter, name="medusa_like", draft_tree="static"),
-    "falcon_chain": partial(_drafter, draft_top_k=1),
-    "falcon_static": partial(_drafter, draft_tree="static"),
-    "falcon_no_decision": partial(_drafter, assistant_confidence_threshold=0.0),
+    "medusa_like": partial(_fixed_tree, name="medusa_like", draft_tree="static", num_draft_passes=1),
+    # The parts of ours, one after another: without a tree, with the paper's, with one of the most probable nodes, ...
+    "falcon_chain": partial(_fixed_tree, draft_top_k=1, num_assistant_tokens=4, num_draft_passes=4),
+    "falcon_static": partial(_fixed_tree, draft_tree="static"),
+    "falcon_dynamic": _fixed_tree,
+    "falcon_no_decision": partial(_fixed_tree, assistant_confidence_threshold=0.0),
+    # ... and all of it but one.
+    "falcon_no_cost_model": partial(_fixed_tree, prompt_lookup_num_tokens=DraftOptions.prompt_lookup_num_tokens),
+    "falcon_no_lookup": partial(_drafter, prompt_lookup_num_tokens=0),
     "falcon": _drafter,
+    "plain_packed": lambda models: {},
+    "falcon_packed": _drafter,
 }
+# Methods that decode with packed weights.
+PACKED = ("plain_packed", "falcon_packed")
 
 
 def resolve(names: list[str], models: Models) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:

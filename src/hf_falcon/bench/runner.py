@@ -8,6 +8,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from ..packing import packed_weights
+from .methods import PACKED
 from .metrics import PLAIN, first_difference
 from .traces import Trace, TraceFile
 
@@ -85,16 +88,17 @@ class Benchmark:
             messages.append({"role": "assistant", "content": answer})
 
     def _answer(self, method: str, data: str, prompt: int, turn: int, inputs: dict[str, Tensor]) -> Trace:
-        if method not in self._warm:
-            # Kernels are chosen and caches filled by a first call; nobody's time should have that in it.
-            self._generate(method, inputs)
-            self._warm.add(method)
         if self._target.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._target.device)
         seconds = []
-        for _ in range(self._repeats):
-            elapsed, output = timed(lambda: self._generate(method, inputs), self._target.device)
-            seconds.append(elapsed)
+        with self._weights_of(method):
+            if method not in self._warm:
+                # Kernels are chosen and caches filled by a first call; nobody's time should have that in it.
+                self._generate(method, inputs)
+                self._warm.add(method)
+            for _ in range(self._repeats):
+                elapsed, output = timed(lambda: self._generate(method, inputs), self._target.device)
+                seconds.append(elapsed)
         statistics = getattr(output, "draft_statistics", None)
         return Trace(
             method=method,
@@ -107,6 +111,13 @@ class Benchmark:
             gap=None,
             peak_memory_mb=peak_memory_mb(self._target.device),
         )
+
+    def _weights_of(self, method: str) -> AbstractContextManager[None]:
+        """Weights as a method wants them, while it runs."""
+        if method not in PACKED:
+            return nullcontext()
+        drafter = self._methods[method].get("assistant_model")
+        return packed_weights(self._target, *([drafter] if drafter is not None else []))
 
     def _generate(self, method: str, inputs: dict[str, Tensor]) -> Any:
         set_seed(_SEED)
