@@ -19,8 +19,8 @@ class DraftStatistics(ModelOutput):
     What drafting gained in one `generate` call.
 
     Args:
-        rounds (`int`): rounds of drafting and verifying. The prompt's own forward is none.
-        drafted_tokens (`int`): draft tokens that the target verified.
+        rounds (`int`): forwards of the target, plain steps among them. The prompt's own is none.
+        drafted_tokens (`int`): draft tokens that the target verified, those found in the context among them.
         accepted_tokens (`int`): draft tokens that were emitted.
         new_tokens (`int`): tokens that were emitted.
         tau (`float`): accepted draft tokens a round, without the target's own token.
