@@ -100,7 +100,11 @@ def _interpolate(nodes: int, sizes: Sequence[int], known: Sequence[float]) -> fl
 
 
 def measure(
-    forward: Callable[[int], None], max_nodes: int, device: torch.device, seconds: float = _MEASURING_SECONDS
+    forward: Callable[[int], None],
+    max_nodes: int,
+    device: torch.device,
+    seconds: float = _MEASURING_SECONDS,
+    repeats: int = _REPEATS,
 ) -> dict[int, float]:
     """
     Times the target's forward, for several numbers of nodes in turns.
@@ -109,7 +113,8 @@ def measure(
         forward (`Callable[[int], None]`): runs the target over the root and that many draft nodes.
         max_nodes (`int`): draft nodes, at most.
         device (`torch.device`): where the target runs.
-        seconds (`float`, *optional*): no further turn begins after this.
+        seconds (`float`, *optional*, defaults to 1.5): no further turn begins after this.
+        repeats (`int`, *optional*, defaults to 4): turns, at most.
 
     Returns:
         `dict[int, float]`: the shortest time of each, in seconds: what else the machine does only adds to it.
@@ -118,7 +123,7 @@ def measure(
     found: dict[int, float] = {}
     start = time.perf_counter()
     # The first turn warms up; where it already took all the time, it has to do.
-    for turn in range(1 + _REPEATS):
+    for turn in range(1 + repeats):
         if turn > 0 and time.perf_counter() - start > seconds:
             break
         if turn == 1:

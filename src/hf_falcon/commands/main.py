@@ -12,6 +12,7 @@ COMMANDS = {
     "prepare": "turn dialogues into the token file that a drafter is trained on",
     "train": "train a drafter for a target",
     "evaluate": "measure tau and alpha of a drafter on files of prompts",
+    "tune": "measure what a round costs on this machine, and what trees of each size would gain",
     "bench": "measure the speed-up of a drafter, and of other ways to decode",
 }
 

@@ -1,0 +1,221 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""`hf-falcon tune`: what a round costs on this machine, and what trees of each size would gain."""
+
+from __future__ import annotations
+
+import io
+import json
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import DynamicCache, HfArgumentParser, PreTrainedModel
+
+from ..bench.prompts import read_turns
+from ..candidate_generator import FalconCandidateGenerator
+from ..costs import Circumstances, Costs, Stopwatch, measure, save
+from ..draft_options import DraftOptions
+from ..modeling_falcon_draft import FalconDraftModel
+from ..pace import Experience, Pace
+from ..target import FeatureTap, TargetRun
+from ..training.token_file import write_atomically
+from ..tree import Branches
+from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
+from .report import aligned
+
+_SECONDS = 20.0
+_PROMPTS = ["Why is the sky blue?", "Write a Python function that merges two sorted lists.", "What is 17 * 23 + 4?"]
+
+
+@dataclass
+class TuneArguments:
+    """
+    Arguments of `hf-falcon tune`.
+
+    Args:
+        target, drafter (`str`, *optional*): names or folders; those of the demo if left out.
+        data (`list[str]`, *optional*): JSON-lines files with `turns` whose answers are drafted; three prompts of its
+            own if left out.
+        limit (`int`, *optional*, defaults to 3): prompts of each file, from the start.
+        max_new_tokens (`int`, *optional*, defaults to 64): tokens of an answer, at most.
+        context (`int`, *optional*, defaults to 256): tokens before the round that is timed.
+        seconds (`float`, *optional*, defaults to 20): how long the target is timed.
+        output (`str`, *optional*): folder of `tune.json` and `tune.png`; the drafter's if that is a folder.
+    """
+
+    target: str | None = field(default=None, metadata={"help": "Target, from the Hub or a folder."})
+    drafter: str | None = field(default=None, metadata={"help": "Drafter, from the Hub or a folder."})
+    data: list[str] | None = field(default=None, metadata={"help": "JSON-lines files with `turns`."})
+    limit: int = field(default=3, metadata={"help": "Prompts of each file, from the start."})
+    max_new_tokens: int = field(default=64, metadata={"help": "Tokens of an answer, at most."})
+    context: int = field(default=256, metadata={"help": "Tokens before the round that is timed."})
+    seconds: float = field(default=_SECONDS, metadata={"help": "How long the target is timed."})
+    dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
+    device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
+    output: str | None = field(default=None, metadata={"help": "Folder of tune.json and tune.png."})
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "max_new_tokens", "context"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}; give 1 or more.")
+        if not self.seconds > 0:
+            raise ValueError(f"`seconds` is {self.seconds}; give a number above 0.")
+
+
+class _Recorder(Pace):
+    """Drafts all passes, and notes after each how many tokens the best 0, 1, 2, ... nodes are expected to have right."""
+
+    def __init__(self, options: DraftOptions, device: torch.device):
+        super().__init__(options, Experience(), device)
+        self.expected: list[Tensor] = []
+
+    def another_pass(self, branches: Branches, best: Tensor) -> bool:
+        self._note(best)
+        return True
+
+    def size(self, best: Tensor) -> int:
+        self._note(best)
+        return 0
+
+    def _note(self, best: Tensor) -> None:
+        tokens = torch.zeros(self._options.num_assistant_tokens + 1, device=best.device)
+        tokens[1 : 1 + best.shape[0]] = best.exp()
+        self.expected.append(tokens.cumsum(dim=0).cpu())
+
+
+@torch.no_grad()
+def target_seconds(target: PreTrainedModel, context: int, max_nodes: int, seconds: float) -> dict[int, float]:
+    """Seconds of the target's forward by draft nodes, behind `context` tokens."""
+    input_ids = torch.randint(target.config.get_text_config(decoder=True).vocab_size, (1, context))
+    kwargs = {"past_key_values": DynamicCache(config=target.config), "use_cache": True}
+    run = TargetRun(target, input_ids.to(target.device), target.generation_config, kwargs)
+    run.prefill(input_ids.to(target.device))
+    return measure(run.rehearse, max_nodes, target.device, seconds, repeats=1000)
+
+
+@torch.no_grad()
+def drafting(
+    drafter: FalconDraftModel, target: PreTrainedModel, texts: list[Tensor], options: DraftOptions
+) -> tuple[Tensor, float, float]:
+    """
+    Drafts at every place of some texts.
+
+    Args:
+        drafter, target, options: the drafter, its target, its options.
+        texts (`list` of `torch.LongTensor` of shape `(1, length)`): the texts, each of 3 tokens or more.
+
+    Returns:
+        Expected tokens by passes and nodes, of shape `(passes, nodes + 1)`, by the drafter's own probabilities; and
+        median seconds of a commit with the first block, and of each further pass.
+    """
+    total, places = torch.zeros(options.num_draft_passes, options.num_assistant_tokens + 1), 0
+    commits, passes = [], []
+    for text in texts:
+        with FeatureTap(target, drafter.config.feature_layers) as tap:
+            target(text)
+        features = tap.take()
+        generator = FalconCandidateGenerator(drafter, target, options)
+        for place in range(1, text.shape[1] - 1):
+            watch, recorder = Stopwatch(), _Recorder(options, drafter.device)
+            new = slice(0, 2) if place == 1 else slice(place, place + 1)
+            generator.commit(features[:, new], text[:, new.start + 1 : new.stop + 1])
+            commits.append(watch.lap())
+            generator.propose(text[0, place + 1 : place + 2], generator.max_depth, recorder)
+            passes.append(watch.lap() / options.num_draft_passes)
+            if len(recorder.expected) == options.num_draft_passes:
+                total += torch.stack(recorder.expected)
+                places += 1
+    return total / max(1, places), statistics.median(commits), statistics.median(passes)
+
+
+def speedups(expected: Tensor, costs: Costs) -> Tensor:
+    """Predicted speed-up over plain decoding by passes and nodes, of the shape of `expected`."""
+    target = torch.tensor(costs.target(expected.shape[1] - 1))
+    drafted = costs.commit + costs.draft_pass * torch.arange(expected.shape[0])
+    return (1.0 + expected) / (target[None] + drafted[:, None])
+
+
+def main(argv: list[str]) -> int:
+    """Runs `hf-falcon tune`."""
+    parser = HfArgumentParser(TuneArguments, prog="hf-falcon tune", description=__doc__)
+    arguments = TuneArguments(**vars(parser.parse_args(argv)))
+    prompts = _PROMPTS
+    if arguments.data:
+        prompts = [turns[0] for path in arguments.data for turns in read_turns(path, arguments.limit)]
+    device = resolve_device(arguments.device)
+    dtype = resolve_dtype(arguments.dtype, device)
+    target, tokenizer = load_target(arguments.target, dtype, device)
+    drafter = load_drafter(arguments.drafter, dtype, device)
+    # The trees are searched for, not given: all passes, and nothing looked up.
+    drafter.generation_config.assistant_confidence_threshold = 0.0
+    options = DraftOptions.from_generation_config(drafter.generation_config)
+    if options.draft_tree != "dynamic":
+        raise ValueError(f"`draft_tree` is {options.draft_tree!r}: only dynamic trees have a size to be tuned.")
+
+    seconds = target_seconds(target, arguments.context, options.num_assistant_tokens, arguments.seconds)
+    save(target, Circumstances.of(target, arguments.context, options.num_assistant_tokens), seconds)
+    texts = []
+    for prompt in tqdm(prompts, unit="prompt", desc="Answers to draft", leave=False):
+        answer = target.generate(
+            **encode(tokenizer, prompt, device), max_new_tokens=arguments.max_new_tokens, do_sample=False
+        )
+        texts.append(answer)
+    expected, commit, draft_pass = drafting(drafter, target, texts, options)
+    costs = Costs(seconds)
+    costs.commit, costs.draft_pass = commit / seconds[0], draft_pass / seconds[0]
+    gains = speedups(expected, costs)
+    best = divmod(int(gains.argmax()), gains.shape[1])
+
+    curve = [["nodes", *map(str, seconds)], ["ms", *(f"{1e3 * value:.1f}" for value in seconds.values())]]
+    print(aligned(curve))
+    print(f"first block {1e3 * commit:.1f} ms, each further pass {1e3 * draft_pass:.1f} ms")
+    print(
+        f"predicted: {gains.max():.2f} times plain decoding with {best[1]} nodes and {best[0] + 1} passes a round; "
+        f"{expected[best]:.2f} draft tokens a round by the drafter's own probabilities"
+    )
+    folder = _output(arguments)
+    found = {
+        "seconds": seconds,
+        "commit": commit,
+        "draft_pass": draft_pass,
+        "expected": expected.tolist(),
+        "speedup": gains.tolist(),
+        "nodes": best[1],
+        "passes": best[0] + 1,
+        **Circumstances.of(target, arguments.context, options.num_assistant_tokens)._asdict(),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / "tune.json", json.dumps(found, indent=2).encode())
+    try:
+        write_atomically(folder / "tune.png", picture(gains))
+    except ImportError:
+        print("No tune.png: matplotlib is not installed. Run `pip install hf-falcon[bench]`.")
+    print(f"More in {folder / 'tune.json'}. `generate` uses the target's times from now on.")
+    return 0
+
+
+def _output(arguments: TuneArguments) -> Path:
+    if arguments.output is not None:
+        return Path(arguments.output)
+    return Path(arguments.drafter) if arguments.drafter and Path(arguments.drafter).is_dir() else Path("tune")
+
+
+def picture(gains: Tensor) -> bytes:
+    """Predicted speed-up over nodes and passes as a PNG file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    axes: Any = figure.subplots()
+    passes, nodes = gains.shape
+    image = axes.imshow(gains.numpy(), aspect="auto", origin="lower", extent=(-0.5, nodes - 0.5, 0.5, passes + 0.5))
+    axes.set_xlabel("draft nodes that are verified")
+    axes.set_ylabel("draft passes")
+    axes.set_yticks(range(1, passes + 1))
+    figure.colorbar(image, label="times plain decoding, predicted")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()

@@ -1,0 +1,59 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""`hf-falcon tune`: what a round costs and what trees of each size would gain."""
+
+import json
+
+import pytest
+import torch
+from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
+
+from hf_falcon import costs
+from hf_falcon.commands import tune
+from hf_falcon.costs import Circumstances, Costs
+from hf_falcon.draft_options import DraftOptions
+
+
+def test_predicted_speedup():
+    found = Costs({0: 1.0, 2: 1.2})
+    found.commit, found.draft_pass = 0.1, 0.3
+    gains = tune.speedups(torch.tensor([[0.0, 0.5, 0.7], [0.0, 0.5, 0.9]]), found)
+    expected = [[1 / 1.1, 1.5 / 1.2, 1.7 / 1.3], [1 / 1.4, 1.5 / 1.5, 1.9 / 1.6]]
+    assert gains.tolist() == [pytest.approx(row) for row in expected]
+
+
+@pytest.mark.parametrize("block_size", [1, 2])
+def test_expected_tokens(block_size):
+    """More nodes and more passes have more tokens right, and never more than there are levels."""
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target, block_size)
+    options = DraftOptions(num_assistant_tokens=6, num_draft_passes=3, assistant_confidence_threshold=0.0)
+    expected, commit, draft_pass = tune.drafting(drafter, target, [prompt(12), prompt(9, seed=1)], options)
+    assert expected.shape == (3, 7) and commit > 0 and draft_pass > 0
+    assert (expected[:, 0] == 0).all() and (expected.diff(dim=1) > 0).all() and (expected.diff(dim=0) >= 0).all()
+    assert all(float(row.max()) <= block_size * (index + 1) for index, row in enumerate(expected))
+
+
+def test_tune_command(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path / "cache"))
+    target = tiny_target("llama")
+    target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    tiny_drafter(target, num_assistant_tokens=5, num_draft_passes=2).save_pretrained(tmp_path / "drafter")
+    (tmp_path / "prompts.jsonl").write_text('{"turns": ["abc"]}\n{"turns": ["defg"]}\n')
+    words = f"--target {tmp_path}/target --drafter {tmp_path}/drafter --data {tmp_path}/prompts.jsonl --context 20"
+    words += " --max_new_tokens 8 --seconds 0.2 --dtype float32 --device cpu"
+    assert tune.main(words.split()) == 0
+    printed = capsys.readouterr().out
+    assert "predicted:" in printed and "nodes" in printed
+    found = json.loads((tmp_path / "drafter" / "tune.json").read_text())
+    assert list(found["seconds"]) == ["0", "1", "3", "5"] and len(found["speedup"]) == 2
+    assert found["speedup"][found["passes"] - 1][found["nodes"]] == max(map(max, found["speedup"]))
+    assert (tmp_path / "drafter" / "tune.png").read_bytes()[:4] == b"\x89PNG"
+    # The next call of `generate` reads these times.
+    assert costs.load(target, Circumstances.of(target, 20, 5)) == {int(n): s for n, s in found["seconds"].items()}
+
+
+@pytest.mark.parametrize("option", ["limit", "max_new_tokens", "context", "seconds"])
+def test_wrong_numbers(option):
+    with pytest.raises(ValueError, match=f"`{option}` is 0"):
+        tune.TuneArguments(**{option: 0})
