@@ -67,7 +67,7 @@ class TuneArguments:
 
 
 class _Recorder(Pace):
-    """Drafts all passes, and notes after each how many tokens the best 0, 1, 2, ... nodes are expected to have right."""
+    """Drafts all passes; notes after each how many tokens the best 0, 1, 2, ... nodes are expected to have right."""
 
     def __init__(self, options: DraftOptions, device: torch.device):
         super().__init__(options, Experience(), device)
