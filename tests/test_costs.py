@@ -37,15 +37,19 @@ def test_measures_the_shortest_time_of_each_size(clock):
 
     found = costs.measure(forward, 12, torch.device("cpu"))
     assert list(found) == [0, 1, 3, 5, 7, 11, 12]
-    assert ran == [*found] * 5
+    assert ran == [0, 12, 1, 3, 5, 7, 11] * 5
     assert found == pytest.approx({nodes: 1e-3 + 1e-4 * nodes for nodes in found})
 
 
-def test_measuring_ends_in_time(clock):
+@pytest.mark.parametrize("seconds, sizes", [(0.5, [0, 3]), (2.5, [0, 1, 3]), (3.5, [0, 1, 3]), (9.0, [0, 1, 3])])
+def test_measuring_ends_in_time(clock, seconds, sizes):
+    """The ends of the curve are measured in any case; the first turn counts where there is no time for another."""
+
     def forward(nodes):
         clock.now += 1.0
 
-    assert costs.measure(forward, 3, torch.device("cpu"), seconds=0.5) == {0: 1.0, 1: 1.0, 3: 1.0}
+    assert costs.measure(forward, 3, torch.device("cpu"), seconds) == dict.fromkeys(sizes, 1.0)
+    assert clock.now <= max(2.0, seconds + 1.0)
 
 
 def test_interpolates():

@@ -113,28 +113,29 @@ def measure(
         forward (`Callable[[int], None]`): runs the target over the root and that many draft nodes.
         max_nodes (`int`): draft nodes, at most.
         device (`torch.device`): where the target runs.
-        seconds (`float`, *optional*, defaults to 1.5): no further turn begins after this.
+        seconds (`float`, *optional*, defaults to 1.5): no further forward begins after this.
         repeats (`int`, *optional*, defaults to 4): turns, at most.
 
     Returns:
         `dict[int, float]`: the shortest time of each, in seconds: what else the machine does only adds to it.
     """
-    sizes = [*(size for size in _SIZES if size < max_nodes), max_nodes]
+    # The ends of the curve come first: where a forward takes long, there is time for no more.
+    sizes = [0, max_nodes, *(size for size in _SIZES if 0 < size < max_nodes)]
     found: dict[int, float] = {}
     start = time.perf_counter()
-    # The first turn warms up; where it already took all the time, it has to do.
     for turn in range(1 + repeats):
-        if turn > 0 and time.perf_counter() - start > seconds:
-            break
-        if turn == 1:
-            found = {}
         for size in sizes:
+            if len(found) > 1 and time.perf_counter() - start > seconds:
+                return dict(sorted(found.items()))
             begin = time.perf_counter()
             forward(size)
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             found[size] = min(found.get(size, float("inf")), time.perf_counter() - begin)
-    return found
+        # The first turn warms up; where there is no time for a second one, it has to do.
+        if turn == 0 and 2 * (time.perf_counter() - start) <= seconds:
+            found = {}
+    return dict(sorted(found.items()))
 
 
 def cache_folder() -> Path:
