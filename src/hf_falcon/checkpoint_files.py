@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,25 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+@contextmanager
+def reading(name: str) -> Iterator[None]:
+    """
+    Makes whatever error a damaged file causes inside transformers one that names the file.
+
+    Raises:
+        `ValueError`: instead of any error but this and `OSError`.
+    """
+    try:
+        yield
+    except (ValueError, OSError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"`{name}` cannot be read ({type(error).__name__}: {error}): download it again, or save the drafter again "
+            "with `save_pretrained`."
+        ) from error
 
 
 def digests(folder: str | Path) -> dict[str, str]:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
-from .checkpoint_files import is_weight_file_name
+from .checkpoint_files import is_weight_file_name, reading
 
 # Of config.json and the weights that it describes. It grows when code of before would misread what code of now writes.
 FORMAT = 1
@@ -42,6 +42,17 @@ _REFUSED_FIELDS = (
     "distributed_config",
 )
 _ATTENTION = (None, "eager", "sdpa")
+# Of what every configuration of transformers has, all that a drafter needs. The rest (labels, sharding plans, ...) is
+# left out, as reading it can go wrong: a number of labels alone makes a name for each.
+_BASE_FIELDS = {
+    "architectures",
+    "dtype",
+    "name_or_path",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "transformers_version",
+}
 
 _FINGERPRINT_TENSORS = 32
 _FINGERPRINT_VALUES = 16
@@ -237,6 +248,8 @@ class FalconDraftConfig(PreTrainedConfig):
             positive = field in ("rms_norm_eps", "rope_theta", "logit_softcapping")
             if type(value) not in (int, float) or not math.isfinite(value) or (positive and value <= 0):
                 raise ValueError(f"`{field}` is {_shown(value)}: set it to a {'positive ' * positive}finite number.")
+            # An integer can be too large for a tensor.
+            setattr(self, field, float(value))
         for field in ("target_model_type", "target_name_or_path", "target_fingerprint"):
             value = getattr(self, field)
             if value is not None and not isinstance(value, str):
@@ -259,9 +272,28 @@ class FalconDraftConfig(PreTrainedConfig):
             refused = (field in _REFUSED_FIELDS and value is not None) or callable(getattr(type(self), field, None))
             if refused or field.startswith("__"):
                 raise ValueError(f"`{field}` is {_shown(value)}: a drafter has no such field, leave it out.")
+        for field in [name for name in fields if hasattr(type(self), name) and name not in _BASE_FIELDS]:
+            del fields[field]
+        for field in ("dtype", "torch_dtype"):
+            value = fields.get(field)
+            kind = getattr(torch, value, None) if isinstance(value, str) else value
+            if value is not None and not isinstance(kind, torch.dtype):
+                raise ValueError(f"`{field}` is {_shown(value)}: set it to a dtype of torch, such as 'bfloat16'.")
         for field in ("attn_implementation", "_attn_implementation"):
             if fields.get(field) not in _ATTENTION:
                 raise ValueError(f"`{field}` is {_shown(fields[field])}: a drafter knows 'sdpa' only, leave it out.")
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See [`PreTrainedConfig.get_config_dict`]."""
+        with reading("config.json"):
+            return super().get_config_dict(*args, **kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """See [`PreTrainedConfig.from_dict`]."""
+        with reading("config.json"):
+            return super().from_dict(config_dict, **kwargs)
 
     @classmethod
     def from_target(cls, target: PreTrainedConfig | PreTrainedModel, **overrides: Any) -> FalconDraftConfig:

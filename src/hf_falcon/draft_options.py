@@ -8,6 +8,10 @@ from dataclasses import dataclass, fields
 
 from transformers import GenerationConfig
 
+# Far beyond what pays: more is a damaged or a hostile file, and would take all memory.
+_LARGEST = {"num_assistant_tokens": 4096, "num_draft_passes": 64, "draft_top_k": 256, "draft_width": 128}
+_DEEPEST = 1024
+
 
 @dataclass(frozen=True)
 class DraftOptions:
@@ -42,15 +46,23 @@ class DraftOptions:
     assistant_confidence_threshold: float = 0.05
 
     def __post_init__(self) -> None:
-        for name in ("num_assistant_tokens", "num_draft_passes", "draft_top_k", "draft_width"):
+        for name, largest in _LARGEST.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"`{name}` is {value!r}: set it to an integer of at least 1.")
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= largest:
+                raise ValueError(f"`{name}` is {value!r}: set it to an integer of at least 1 and at most {largest}.")
         threshold = self.assistant_confidence_threshold
         if not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
             raise ValueError(f"`assistant_confidence_threshold` is {threshold!r}: set it between 0 and 1.")
-        if isinstance(self.draft_tree, str) and self.draft_tree not in ("dynamic", "static"):
-            raise ValueError(f"`draft_tree` is {self.draft_tree!r}: set it to 'dynamic', 'static' or a list of paths.")
+        tree = self.draft_tree
+        is_paths = isinstance(tree, (list, tuple)) and all(isinstance(path, (list, tuple)) for path in tree)
+        if not is_paths and tree not in ("dynamic", "static"):
+            raise ValueError(f"`draft_tree` is {tree!r}: set it to 'dynamic', 'static' or a list of paths.")
+        nodes, depth = (len(tree), max(map(len, tree), default=0)) if is_paths else (0, 0)
+        if nodes > _LARGEST["num_assistant_tokens"] or depth > _DEEPEST:
+            raise ValueError(
+                f"`draft_tree` has {nodes} paths and is {depth} deep: give at most {_LARGEST['num_assistant_tokens']} "
+                f"paths and {_DEEPEST} levels."
+            )
 
     @classmethod
     def from_generation_config(cls, generation_config: GenerationConfig | None) -> DraftOptions:

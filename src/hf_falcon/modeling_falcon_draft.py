@@ -15,7 +15,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .checkpoint_files import Shapes, check_digests, digests, stored_shapes, weight_files
+from .checkpoint_files import Shapes, check_digests, digests, reading, stored_shapes, weight_files
 from .configuration_falcon_draft import FalconDraftConfig
 from .draft_options import DraftOptions
 from .hook import install
@@ -292,7 +292,8 @@ class FalconDraftModel(PreTrainedModel):
         files = weight_files(repository, kwargs.get("variant"), **loading)
         check_digests(files, config.weights_sha256)
         stored = stored_shapes(files)
-        with torch.device("meta"), init.no_init_weights():
+        # A field that is not ours may have a value that only fails where it is used.
+        with reading("config.json"), torch.device("meta"), init.no_init_weights():
             wanted: Shapes = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
         _refuse_problems(
             repository,
@@ -366,7 +367,8 @@ class FalconDraftModel(PreTrainedModel):
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
         """Loads the drafting options. The repository's custom generation is for targets and does not replace ours."""
-        GenerationMixin.adjust_generation_fn(self, *args, **{**kwargs, "trust_remote_code": False})
+        with reading("generation_config.json"):
+            GenerationMixin.adjust_generation_fn(self, *args, **{**kwargs, "trust_remote_code": False})
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """A drafter proposes tokens to a target and generates nothing by itself."""
