@@ -267,7 +267,7 @@ class _Handler(BaseHTTPRequestHandler):
         found = self._revision(name, revision or "main")
         if found is not None:
             repository, sha = found
-            siblings = [{"rfilename": path} for path in repository.commits[sha]]
+            siblings = [{"rfilename": path, "size": len(data)} for path, data in repository.commits[sha].items()]
             self._json({"id": name, "modelId": name, "sha": sha, "private": repository.private, "siblings": siblings})
 
     def tree(self, name: str, revision: str) -> None:
