@@ -92,6 +92,11 @@ def test_a_card_of_ones_own_stays(trained):
 def test_shipped_cards_are_valid(folder):
     card = ModelCard.load(folder / "README.md")
     assert card.data.library_name == "transformers" and card.data.base_model and card.data.license
+    # The metadata says what the text says.
+    for result in card.data.eval_results or ():
+        row = next(line for line in card.text.splitlines() if line.startswith(f"| {result.dataset_name} |"))
+        _, tau, alpha = (cell.strip(" %") for cell in row.strip("|").split("|")[:3])
+        assert result.metric_value == (float(tau) if result.metric_type == "tau" else round(float(alpha) / 100, 3))
 
 
 def test_info_of_a_folder(saved, capsys):

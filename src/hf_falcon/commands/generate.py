@@ -136,5 +136,6 @@ def main(argv: list[str]) -> int:
     target, tokenizer, drafter = arguments.load()
     reply = Reply(target, drafter, tokenizer, show)
     reply.run(encode(tokenizer, prompt, target.device), arguments.options())
+    print()
     print(f"[{reply.gain}]", file=sys.stderr)
     return 0
