@@ -126,6 +126,22 @@ def test_two_copies_of_the_code_wrap_once(first, second_copy):
     assert GenerationMixin._assisted_decoding is stock
 
 
+def test_the_newer_of_two_hooks_stays(second_copy, monkeypatch):
+    target, ids = tiny_target("llama"), prompt(12)
+    drafter, stock = tiny_drafter(target), GenerationMixin._assisted_decoding.__wrapped__
+    ours, newer = GenerationMixin._assisted_decoding, second_copy("hook")
+    monkeypatch.setattr(newer, "_VERSION", ours._is_falcon_hook + 1)
+    newer.install()
+    theirs = GenerationMixin._assisted_decoding
+    assert theirs is not ours and theirs.__wrapped__ is stock
+    hf_falcon.enable()
+    type(drafter)(drafter.config)
+    assert GenerationMixin._assisted_decoding is theirs
+    assert has_statistics(generate(target, ids, assistant_model=drafter, return_dict_in_generate=True))
+    hf_falcon.disable()
+    assert GenerationMixin._assisted_decoding is stock
+
+
 def test_threads_share_target_and_drafter():
     target = tiny_target("mistral-window")
     drafter = tiny_drafter(target)

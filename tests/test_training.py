@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 import transformers
 from draft_fixtures import HIDDEN, VOCAB, random_tokens, tiny_drafter, tiny_target
+from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tokenizers import Tokenizer
@@ -949,7 +950,10 @@ def test_train_command(workplace, tmp_path):
     options = {"draft_vocab_size": 20, "features_dir": tmp_path / "features", "block_size": 3, "eval_samples": 2}
     options |= {"feature_layers": 0, "final_tau_prompts": 1}
     assert train.main(arguments(workplace, output, **options)) == 0
-    assert {"config.json", "model.safetensors", "trainer_state.json", "provenance.json"} <= set(os.listdir(output))
+    files = {"config.json", "model.safetensors", "trainer_state.json", "provenance.json", "README.md"}
+    assert files <= set(os.listdir(output))
+    card = ModelCard.load(output / "README.md")
+    assert "speculative-decoding" in card.data.tags and "steps," in card.text
     assert "training_args.bin" not in os.listdir(output)
     config = json.loads((output / "config.json").read_text())
     assert (config["block_size"], config["num_lstm_layers"], config["num_hidden_layers"]) == (3, 2, 1)

@@ -5,10 +5,54 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import math
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.activations import ACT2FN
+
+from .checkpoint_files import is_weight_file_name, reading
+
+# Of config.json and the weights that it describes. It grows when code of before would misread what code of now writes.
+FORMAT = 1
+
+# Sizes from the smallest that works to far beyond any real model: more is a damaged or a hostile file.
+_RANGES = {
+    "vocab_size": (1, 2**24),
+    "hidden_size": (1, 2**17),
+    "intermediate_size": (1, 2**20),
+    "num_attention_heads": (1, 2**12),
+    "num_key_value_heads": (1, 2**12),
+    "block_size": (1, 64),
+    "num_lstm_layers": (0, 64),
+    "num_hidden_layers": (1, 256),
+    "conditioning_size": (0, 2**20),
+    "max_position_embeddings": (1, 2**40),
+}
+_LARGEST_HEAD_DIM = 2**12
+_MOST_FEATURE_LAYERS = 256
+# Fields by which transformers would fetch files or code that a drafter does not have.
+_REFUSED_FIELDS = (
+    "quantization_config",
+    "fusion_config",
+    "per_layer_config",
+    "transformers_weights",
+    "configuration_files",
+    "distributed_config",
+)
+_ATTENTION = (None, "eager", "sdpa")
+# Of what every configuration of transformers has, all that a drafter needs. The rest (labels, sharding plans, ...) is
+# left out, as reading it can go wrong: a number of labels alone makes a name for each.
+_BASE_FIELDS = {
+    "architectures",
+    "dtype",
+    "name_or_path",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+    "transformers_version",
+}
 
 _FINGERPRINT_TENSORS = 32
 _FINGERPRINT_VALUES = 16
@@ -74,6 +118,14 @@ class FalconDraftConfig(PreTrainedConfig):
             Name of that target.
         target_fingerprint (`str`, *optional*):
             [`weights_fingerprint`] of that target.
+        weights_sha256 (`dict[str, str]`, *optional*):
+            The sha256 of each weight file, by its name. Written by [`FalconDraftModel.save_pretrained`]; other files
+            are not loaded.
+        draft_format (`int`, *optional*, defaults to the newest that this code knows):
+            Version of the format. A newer one than this code knows is refused.
+
+    Raises:
+        `ValueError`: for a field out of range or of another type, naming it, its value and what it may be.
     """
 
     model_type = "falcon_draft"
@@ -103,8 +155,17 @@ class FalconDraftConfig(PreTrainedConfig):
         target_model_type: str | None = None,
         target_name_or_path: str | None = None,
         target_fingerprint: str | None = None,
+        weights_sha256: dict[str, str] | None = None,
+        draft_format: int = FORMAT,
         **kwargs: Any,
     ):
+        if type(draft_format) is not int or not 1 <= draft_format <= FORMAT:
+            raise ValueError(
+                f"`draft_format` is {draft_format!r}, and this version of hf_falcon reads up to {FORMAT}: "
+                "`pip install -U hf-falcon`, or in a process that does not import hf_falcon load the drafter with its "
+                "own code, `AutoModel.from_pretrained(..., trust_remote_code=True)`."
+            )
+        self._validate_other_fields(kwargs)
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -115,7 +176,7 @@ class FalconDraftConfig(PreTrainedConfig):
         self.num_hidden_layers = num_hidden_layers
         self.block_anchor = block_anchor
         self.conditioning_size = conditioning_size
-        self.feature_layers = list(feature_layers or [])
+        self.feature_layers = [] if feature_layers is None else feature_layers
         self.draft_vocab_size = draft_vocab_size
         self.hidden_act = hidden_act
         self.rms_norm_eps = rms_norm_eps
@@ -127,29 +188,21 @@ class FalconDraftConfig(PreTrainedConfig):
         self.target_model_type = target_model_type
         self.target_name_or_path = target_name_or_path
         self.target_fingerprint = target_fingerprint
+        self.weights_sha256 = {} if weights_sha256 is None else weights_sha256
+        self.draft_format = draft_format
         self._validate_sizes(head_dim)
+        self._validate_values()
+        self.feature_layers = list(self.feature_layers)
         self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
         # The drafter has no embedding of its own, so there is nothing to tie.
         kwargs.pop("tie_word_embeddings", None)
         super().__init__(tie_word_embeddings=False, **kwargs)
 
     def _validate_sizes(self, head_dim: int | None) -> None:
-        smallest = {
-            "vocab_size": 1,
-            "hidden_size": 1,
-            "intermediate_size": 1,
-            "num_attention_heads": 1,
-            "num_key_value_heads": 1,
-            "block_size": 1,
-            "num_lstm_layers": 0,
-            "num_hidden_layers": 1,
-            "conditioning_size": 0,
-            "max_position_embeddings": 1,
-        }
-        for field, minimum in smallest.items():
+        for field, (smallest, largest) in _RANGES.items():
             value = getattr(self, field)
-            if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-                raise ValueError(f"`{field}` is {value!r}: set it to an integer of at least {minimum}.")
+            if type(value) is not int or not smallest <= value <= largest:
+                raise ValueError(f"`{field}` is {_shown(value)}: set it to an integer from {smallest} to {largest}.")
         if self.num_attention_heads % self.num_key_value_heads != 0:
             raise ValueError(
                 f"`num_key_value_heads` is {self.num_key_value_heads}: set it to a divisor of `num_attention_heads` "
@@ -161,16 +214,86 @@ class FalconDraftConfig(PreTrainedConfig):
                 "not divide: set `head_dim`."
             )
         width = self.hidden_size // self.num_attention_heads if head_dim is None else head_dim
-        if not isinstance(width, int) or width < 2 or width % 2 != 0:
-            raise ValueError(f"`head_dim` is {width!r}: set it to an even integer, rotary embedding turns pairs.")
-        layers = self.feature_layers
-        if any(type(layer) is not int or layer < 0 for layer in layers) or len(set(layers)) < len(layers):
-            raise ValueError(f"`feature_layers` is {layers!r}: give different layers of the target, counted from 0.")
-        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
+        if type(width) is not int or not 2 <= width <= _LARGEST_HEAD_DIM or width % 2 != 0:
             raise ValueError(
-                f"`draft_vocab_size` is {self.draft_vocab_size}: set it between 1 and `vocab_size` "
+                f"`head_dim` is {_shown(width)}: set it to an even integer, as rotary embedding turns pairs, up to "
+                f"{_LARGEST_HEAD_DIM}."
+            )
+        size = self.draft_vocab_size
+        if size is not None and not (type(size) is int and 1 <= size <= self.vocab_size):
+            raise ValueError(
+                f"`draft_vocab_size` is {_shown(size)}: set it between 1 and `vocab_size` "
                 f"({self.vocab_size}), or to None for all tokens."
             )
+
+    def _validate_values(self) -> None:
+        layers = self.feature_layers
+        if (
+            not isinstance(layers, (list, tuple))
+            or len(layers) > _MOST_FEATURE_LAYERS
+            or any(type(layer) is not int or layer < 0 for layer in layers)
+            or len(set(layers)) < len(layers)
+        ):
+            raise ValueError(
+                f"`feature_layers` is {_shown(layers)}: give different layers of the target, counted from 0."
+            )
+        if type(self.block_anchor) is not bool:
+            raise ValueError(f"`block_anchor` is {_shown(self.block_anchor)}: set it to True or False.")
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACT2FN:
+            raise ValueError(f"`hidden_act` is {_shown(self.hidden_act)}: set it to an activation of transformers.")
+        for field in ("rms_norm_eps", "rope_theta", "logit_softcapping", "initializer_range", "logit_scale"):
+            value = getattr(self, field)
+            if field == "logit_softcapping" and value is None:
+                continue
+            positive = field in ("rms_norm_eps", "rope_theta", "logit_softcapping")
+            if type(value) not in (int, float) or not math.isfinite(value) or (positive and value <= 0):
+                raise ValueError(f"`{field}` is {_shown(value)}: set it to a {'positive ' * positive}finite number.")
+            # An integer can be too large for a tensor.
+            setattr(self, field, float(value))
+        for field in ("target_model_type", "target_name_or_path", "target_fingerprint"):
+            value = getattr(self, field)
+            if value is not None and not isinstance(value, str):
+                raise ValueError(f"`{field}` is {_shown(value)}: set it to a text or to None.")
+        files = self.weights_sha256
+        if not isinstance(files, dict) or not all(
+            is_weight_file_name(name) and isinstance(digest, str) for name, digest in files.items()
+        ):
+            raise ValueError(f"`weights_sha256` is {_shown(files)}: save the drafter again with `save_pretrained`.")
+
+    def _validate_other_fields(self, fields: dict[str, Any]) -> None:
+        """transformers makes an attribute of every field, also of one that stands for a file, for code or a method."""
+        kind = fields.get("model_type", self.model_type)
+        if kind != self.model_type:
+            raise ValueError(
+                f"`model_type` is {_shown(kind)}, not {self.model_type!r}: this configures another model. "
+                "Give the folder or the repository of a Falcon drafter."
+            )
+        for field, value in fields.items():
+            refused = (field in _REFUSED_FIELDS and value is not None) or callable(getattr(type(self), field, None))
+            if refused or field.startswith("__"):
+                raise ValueError(f"`{field}` is {_shown(value)}: a drafter has no such field, leave it out.")
+        for field in [name for name in fields if hasattr(type(self), name) and name not in _BASE_FIELDS]:
+            del fields[field]
+        for field in ("dtype", "torch_dtype"):
+            value = fields.get(field)
+            kind = getattr(torch, value, None) if isinstance(value, str) else value
+            if value is not None and not isinstance(kind, torch.dtype):
+                raise ValueError(f"`{field}` is {_shown(value)}: set it to a dtype of torch, such as 'bfloat16'.")
+        for field in ("attn_implementation", "_attn_implementation"):
+            if fields.get(field) not in _ATTENTION:
+                raise ValueError(f"`{field}` is {_shown(fields[field])}: a drafter knows 'sdpa' only, leave it out.")
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """See [`PreTrainedConfig.get_config_dict`]."""
+        with reading("config.json"):
+            return super().get_config_dict(*args, **kwargs)
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """See [`PreTrainedConfig.from_dict`]."""
+        with reading("config.json"):
+            return super().from_dict(config_dict, **kwargs)
 
     @classmethod
     def from_target(cls, target: PreTrainedConfig | PreTrainedModel, **overrides: Any) -> FalconDraftConfig:
@@ -216,6 +339,12 @@ class FalconDraftConfig(PreTrainedConfig):
             "target_fingerprint": fingerprint,
         }
         return cls(**{**fields, **overrides})
+
+
+def _shown(value: Any) -> str:
+    """A value as an error shows it, cut where a file holds a very long one."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _field(config: PreTrainedConfig, name: str) -> Any:

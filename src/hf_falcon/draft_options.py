@@ -8,13 +8,15 @@ from dataclasses import dataclass, fields
 
 from transformers import GenerationConfig
 
-_LEAST = {
-    "num_assistant_tokens": 1,
-    "num_draft_passes": 1,
-    "draft_top_k": 1,
-    "draft_width": 1,
-    "prompt_lookup_num_tokens": 0,
+# Far beyond what pays: more is a damaged or a hostile file, and would take all memory.
+_RANGES = {
+    "num_assistant_tokens": (1, 4096),
+    "num_draft_passes": (1, 64),
+    "draft_top_k": (1, 256),
+    "draft_width": (1, 128),
+    "prompt_lookup_num_tokens": (0, 4096),
 }
+_DEEPEST = 1024
 _SCHEDULES = ("heuristic", "constant")
 
 
@@ -61,20 +63,29 @@ class DraftOptions:
     prompt_lookup_num_tokens: int = 32
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
+        for name, (least, largest) in _RANGES.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
-                raise ValueError(f"`{name}` is {value!r}: set it to an integer of at least {least}.")
-        if self.num_assistant_tokens_schedule not in _SCHEDULES:
-            raise ValueError(
-                f"`num_assistant_tokens_schedule` is {self.num_assistant_tokens_schedule!r}: set it to one of "
-                f"{', '.join(map(repr, _SCHEDULES))}."
-            )
+            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= largest:
+                raise ValueError(
+                    f"`{name}` is {value!r}: set it to an integer of at least {least} and at most {largest}."
+                )
+        schedule = self.num_assistant_tokens_schedule
+        if schedule not in _SCHEDULES:
+            known = ", ".join(map(repr, _SCHEDULES))
+            raise ValueError(f"`num_assistant_tokens_schedule` is {schedule!r}: set it to one of {known}.")
         threshold = self.assistant_confidence_threshold
         if not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
             raise ValueError(f"`assistant_confidence_threshold` is {threshold!r}: set it between 0 and 1.")
-        if isinstance(self.draft_tree, str) and self.draft_tree not in ("dynamic", "static"):
-            raise ValueError(f"`draft_tree` is {self.draft_tree!r}: set it to 'dynamic', 'static' or a list of paths.")
+        tree = self.draft_tree
+        is_paths = isinstance(tree, (list, tuple)) and all(isinstance(path, (list, tuple)) for path in tree)
+        if not is_paths and tree not in ("dynamic", "static"):
+            raise ValueError(f"`draft_tree` is {tree!r}: set it to 'dynamic', 'static' or a list of paths.")
+        most = _RANGES["num_assistant_tokens"][1]
+        nodes, depth = (len(tree), max(map(len, tree), default=0)) if is_paths else (0, 0)
+        if nodes > most or depth > _DEEPEST:
+            raise ValueError(
+                f"`draft_tree` has {nodes} paths and is {depth} deep: give at most {most} paths and {_DEEPEST} levels."
+            )
 
     @classmethod
     def from_generation_config(cls, generation_config: GenerationConfig | None) -> DraftOptions:

@@ -10,17 +10,24 @@ from transformers import GenerationMixin
 
 # Set on the wrapper, so that two copies of this file (the installed package, code from the Hub) wrap once.
 _MARK = "_is_falcon_hook"
+# Its value: what the wrapper can do. The newer of two copies wraps, and must serve the drafters of every older one:
+# each drafter brings its own decoding loop, so all that they share is how the hook finds and calls it.
+_VERSION = 1
 _disabled = False
 
 
 def install() -> None:
     """
     Lets transformers' assisted decoding hand Falcon drafters to their own decoding loop; every other assistant goes
-    on as before. Runs on import and when a drafter is made. Does nothing after [`disable`].
+    on as before. Runs on import and when a drafter is made. Does nothing after [`disable`], or where another copy of
+    this code, as new or newer, was first.
     """
     stock = GenerationMixin._assisted_decoding
-    if _disabled or getattr(stock, _MARK, False):
+    installed = int(getattr(stock, _MARK, 0))
+    if _disabled or installed >= _VERSION:
         return
+    if installed:
+        stock = stock.__wrapped__
 
     # `wraps`, as `generate` reads the signature.
     @functools.wraps(stock)
@@ -32,7 +39,7 @@ def install() -> None:
             kwargs.pop(name, None)
         return assistant.assisted_decoding(self, *args, **kwargs)
 
-    setattr(assisted_decoding, _MARK, True)
+    setattr(assisted_decoding, _MARK, _VERSION)
     GenerationMixin._assisted_decoding = assisted_decoding
 
 

@@ -14,6 +14,10 @@ COMMANDS = {
     "evaluate": "measure tau and alpha of a drafter on files of prompts",
     "tune": "measure what a round costs on this machine, and what trees of each size would gain",
     "bench": "measure the speed-up of a drafter, and of other ways to decode",
+    "generate": "generate a text with a drafter",
+    "chat": "chat with a target in the terminal, with a drafter",
+    "push": "push a drafter with its code and its card to the Hub",
+    "info": "say what a drafter of the Hub or of a folder is",
 }
 
 

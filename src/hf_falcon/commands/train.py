@@ -19,6 +19,7 @@ from ..training.token_file import TokenFile
 from ..training.trainer import DraftSamples, FalconTrainer, FalconTrainingArguments
 from . import plan
 from .architectures import ARCHITECTURES
+from .card import write_card
 from .models import load_target
 from .run_arguments import parse_run
 
@@ -135,6 +136,8 @@ def main(argv: list[str]) -> int:
     # Once more, with what was measured after the training.
     plot.on_train_end(args, state, trainer.control)
     trainer.save_state()
+    if trainer.is_world_process_zero() and type(drafter) is FalconDraftModel:
+        write_card(drafter.config, args.output_dir)
     return 0
 
 

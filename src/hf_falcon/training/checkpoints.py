@@ -40,10 +40,12 @@ def publish(folder: Path, place: Path) -> None:
 
 
 def publish_files(folder: Path, place: Path) -> None:
-    """Moves the files of a folder into another one, where they replace those of their names, each in one step."""
+    """Moves all the files of a folder to their places in another one, where each replaces its namesake in one step."""
     _flush(folder)
-    for file in folder.iterdir():
-        os.replace(file, place / file.name)
+    for file in [path for path in folder.rglob("*") if path.is_file()]:
+        target = place / file.relative_to(folder)
+        target.parent.mkdir(exist_ok=True)
+        os.replace(file, target)
 
 
 def prune(run_folder: str | Path, limit: int | None, kept: set[str]) -> None:

@@ -448,7 +448,7 @@ class FalconTrainer(Trainer):
         text = json.dumps({**self._provenance, **progress}, indent=2, default=str)
         (scratch / PROVENANCE_NAME).write_text(text + "\n", encoding="utf-8")
         publish_files(scratch, folder)
-        scratch.rmdir()
+        shutil.rmtree(scratch)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         weights: dict[str, Any] = load_file(os.path.join(resume_from_checkpoint, "model.safetensors"))

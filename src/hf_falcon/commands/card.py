@@ -1,0 +1,108 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""The model card of a drafter, from its configuration and from what its training wrote beside it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+from ..configuration_falcon_draft import FalconDraftConfig
+
+TEMPLATE_NAME = "model_card.md.jinja"
+# In a card that was made, so that it is made anew, and one that somebody wrote is not.
+MARK = "<!-- Made by hf-falcon. Without this line it is not made anew. -->"
+
+
+def render_card(config: FalconDraftConfig, folder: str | Path, name: str, license: str | None = None) -> ModelCard:
+    """
+    The card of the drafter in `folder`.
+
+    Args:
+        config ([`FalconDraftConfig`]): the drafter's.
+        folder (`str` or `Path`): where `provenance.json` and `trainer_state.json` may be.
+        name (`str`): the repository, or what the drafter is called.
+        license (`str`, *optional*): an identifier of the Hub, such as "apache-2.0".
+    """
+    target = config.target_name_or_path
+    base_model = target if target is not None and _is_repository(target) else None
+    provenance = _read(Path(folder, "provenance.json"))
+    tau, alpha = final_tau(folder)
+    data = ModelCardData(
+        model_name=name.rpartition("/")[2],
+        library_name="transformers",
+        pipeline_tag="text-generation",
+        license=license,
+        base_model=base_model,
+        # Of the Hub's relations: it runs beside its base model, and does nothing without it.
+        base_model_relation=None if base_model is None else "adapter",
+        tags=["speculative-decoding", "assisted-generation", "falcon", "custom_code"],
+        eval_results=[
+            EvalResult(
+                task_type="text-generation",
+                dataset_type="held-out",
+                dataset_name="held-out prompts of the training data",
+                metric_type=kind,
+                metric_name=text,
+                metric_value=value,
+            )
+            for kind, text, value in (
+                ("tau", "draft tokens accepted a round, without the target's own", tau),
+                ("alpha", "accepted draft tokens over all new tokens", alpha),
+            )
+            if value is not None
+        ]
+        or None,
+    )
+    return ModelCard.from_template(
+        data,
+        template_path=str(template()),
+        mark=MARK,
+        repository=name,
+        target=target or "its target",
+        config=config,
+        provenance=provenance,
+        tau=tau,
+        alpha=alpha,
+    )
+
+
+def write_card(config: FalconDraftConfig, folder: str | Path) -> bool:
+    """Writes `README.md` into a drafter's folder, and returns whether it did: a card of somebody's own stays."""
+    file = Path(folder, "README.md")
+    if file.is_file() and MARK not in file.read_text(encoding="utf-8"):
+        return False
+    render_card(config, folder, Path(folder).resolve().name).save(file)
+    return True
+
+
+def template() -> Path:
+    """The template's file: that of the source checkout, or the one installed with the package."""
+    for parent in Path(__file__).resolve().parents:
+        file = parent / "hub_cards" / TEMPLATE_NAME
+        if file.is_file():
+            return file
+    raise FileNotFoundError(f"`{TEMPLATE_NAME}` is not beside the package: install hf-falcon again.")
+
+
+def final_tau(folder: str | Path) -> tuple[float | None, float | None]:
+    """tau and alpha that the training measured in the end by decoding, where it did."""
+    for row in reversed(_read(Path(folder, "trainer_state.json")).get("log_history", [])):
+        if "final_tau" in row:
+            return row["final_tau"], row.get("final_alpha")
+    return None, None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _is_repository(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return "/" in name and not Path(name).exists()

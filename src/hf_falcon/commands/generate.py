@@ -1,0 +1,141 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""`hf-falcon generate`: a text for a prompt, shown as it is written."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, set_seed
+
+from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
+
+
+@dataclass
+class DecodingArguments:
+    """Arguments of `hf-falcon generate` and `hf-falcon chat`; `help` describes each."""
+
+    target: str | None = field(
+        default=None, metadata={"help": "Target, from the Hub or a folder. By default SmolLM2-135M-Instruct."}
+    )
+    drafter: str | None = field(
+        default=None, metadata={"help": "Drafter, from the Hub or a folder. By default the one that comes along."}
+    )
+    plain: bool = field(default=False, metadata={"help": "Decode without the drafter."})
+    max_new_tokens: int = field(default=512, metadata={"help": "New tokens of a text, at most."})
+    do_sample: bool = field(default=False, metadata={"help": "Sample, instead of the most probable token."})
+    temperature: float = field(default=1.0, metadata={"help": "Temperature of sampling."})
+    top_p: float = field(default=1.0, metadata={"help": "Sample from the tokens that have this much probability."})
+    seed: int | None = field(default=None, metadata={"help": "Seed of sampling."})
+    dtype: str = field(
+        default="auto", metadata={"help": "auto (the fastest on the device), float32, bfloat16 or float16."}
+    )
+    device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"`max_new_tokens` is {self.max_new_tokens}; give 1 or more.")
+        if self.seed is not None:
+            set_seed(self.seed)
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, PreTrainedModel | None]:
+        """The target, its tokenizer and the drafter, `None` for plain decoding."""
+        device = resolve_device(self.device)
+        dtype = resolve_dtype(self.dtype, device)
+        target, tokenizer = load_target(self.target, dtype, device)
+        return target, tokenizer, None if self.plain else load_drafter(self.drafter, dtype, device)
+
+    def options(self) -> dict[str, Any]:
+        """What `generate` is called with."""
+        sampling = {"temperature": self.temperature, "top_p": self.top_p} if self.do_sample else {}
+        return {"max_new_tokens": self.max_new_tokens, "do_sample": self.do_sample, **sampling}
+
+
+@dataclass
+class GenerateArguments(DecodingArguments):
+    """Arguments of `hf-falcon generate`; `help` describes each."""
+
+    prompt: str = field(default="", metadata={"help": "What to answer or to go on from; from stdin if left out."})
+
+
+class _Writer(TextStreamer):
+    """Hands on each piece of text, and keeps all of it."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.text, self._write = "", write
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self.text += text
+        self._write(text)
+
+
+class Reply:
+    """
+    One text, streamed while it is made. After an interrupt and `stop`, `text` holds what there was of it.
+
+    Args:
+        target, drafter, tokenizer: see [`DecodingArguments.load`].
+        write (`Callable[[str], None]`): takes each piece of text.
+    """
+
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        drafter: PreTrainedModel | None,
+        tokenizer: PreTrainedTokenizerBase,
+        write: Callable[[str], None],
+    ) -> None:
+        self._target, self._drafter = target, drafter
+        self._writer = _Writer(tokenizer, write)
+        self.gain = ""
+
+    @property
+    def text(self) -> str:
+        """What was written so far."""
+        return self._writer.text
+
+    def stop(self) -> None:
+        """Writes what an interrupt left unwritten: a streamer holds back the last word until it is whole."""
+        self._writer.end()
+
+    def run(self, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> None:
+        """Writes the text; `gain` is then its speed and its acceptance, in words."""
+        start = time.perf_counter()
+        output = self._target.generate(
+            **inputs,
+            **options,
+            assistant_model=self._drafter,
+            streamer=self._writer,
+            return_dict_in_generate=True,
+        )
+        tokens = output.sequences.shape[1] - inputs["input_ids"].shape[1]
+        self.gain = f"{tokens} tokens, {tokens / (time.perf_counter() - start):.1f} tokens/s"
+        found = getattr(output, "draft_statistics", None)
+        if found is not None:
+            self.gain += f", tau {found.tau:.2f}, {100 * found.alpha:.0f} % of them drafted"
+
+
+def show(text: str) -> None:
+    """Writes a piece of text to stdout at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def main(argv: list[str]) -> int:
+    """Runs `hf-falcon generate`: the text goes to stdout, its speed to stderr."""
+    parser = HfArgumentParser(GenerateArguments, prog="hf-falcon generate", description=__doc__)
+    arguments = GenerateArguments(**vars(parser.parse_args(argv)))
+    prompt = arguments.prompt or sys.stdin.read()
+    if not prompt.strip():
+        raise ValueError("`prompt` is empty: give `--prompt TEXT`, or a text on stdin.")
+    target, tokenizer, drafter = arguments.load()
+    reply = Reply(target, drafter, tokenizer, show)
+    reply.run(encode(tokenizer, prompt, target.device), arguments.options())
+    print()
+    print(f"[{reply.gain}]", file=sys.stderr)
+    return 0

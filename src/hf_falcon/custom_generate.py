@@ -1,0 +1,59 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+`target.generate(**inputs, custom_generate=repository, trust_remote_code=True)`: decoding with the drafter of the
+repository that this file lies in, as `custom_generate/generate.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from typing import Any
+
+from transformers import AutoModel, PreTrainedModel
+
+# What `generate` hands on of the arguments that say how a repository is read.
+_LOADING = ("revision", "token", "cache_dir", "force_download", "local_files_only", "proxies")
+# The last drafter of each target: loaded once, and gone with its target.
+_drafters: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = weakref.WeakKeyDictionary()
+
+
+def generate(model: PreTrainedModel, **kwargs: Any) -> Any:
+    """
+    `model.generate(assistant_model=drafter, **kwargs)` with the repository's drafter, in the target's dtype and on its
+    device. `revision`, `token`, `cache_dir`, `force_download`, `local_files_only` and `proxies` say how it is loaded.
+
+    Args:
+        model ([`PreTrainedModel`]): the target, whose `generate` was called.
+        kwargs: the arguments of that call. An `assistant_model` among them is used instead of the repository's.
+    """
+    loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
+    drafter = kwargs.pop("assistant_model", None)
+    if drafter is None:
+        drafter = _load(model, _repository(), loading)
+    return model.generate(assistant_model=drafter, **kwargs)
+
+
+def _load(model: PreTrainedModel, repository: str, loading: dict[str, Any]) -> PreTrainedModel:
+    wanted = (repository, loading.get("revision"), str(model.dtype), str(model.device))
+    known, drafter = _drafters.get(model, (None, None))
+    if drafter is None or known != wanted or loading.get("force_download"):
+        # This file only runs where the user trusts the repository's code.
+        drafter = AutoModel.from_pretrained(repository, dtype=model.dtype, trust_remote_code=True, **loading)
+        drafter = drafter.to(model.device).eval()
+        _drafters[model] = (wanted, drafter)
+    return drafter
+
+
+def _repository() -> str:
+    """The `custom_generate` of the call: transformers does not pass on where it found this file."""
+    frame = inspect.currentframe()
+    while frame is not None:
+        found = frame.f_locals.get("custom_generate") if frame.f_code.co_name == "generate" else None
+        if isinstance(found, str):
+            return found
+        frame = frame.f_back
+    raise ValueError(
+        "The drafter's repository is not known here: call `target.generate(**inputs, custom_generate=repository, "
+        "trust_remote_code=True)`, or load the drafter and give it as `assistant_model`."
+    )

@@ -1,0 +1,225 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""The model card, and the commands `push`, `info`, `generate` and `chat`."""
+
+import builtins
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hub_server import TOKEN, USER, running_hub
+from huggingface_hub import ModelCard
+from tiny_models import tiny_drafter, tiny_target, tiny_tokenizer
+
+import hf_falcon
+from hf_falcon.commands import chat, generate
+from hf_falcon.commands import main as entry
+from hf_falcon.commands.card import MARK, render_card, write_card
+
+SOURCE = Path(hf_falcon.__file__).parent
+SHIPPED = SOURCE.parents[1] / "hub_cards"
+PROVENANCE = {
+    "versions": {"hf_falcon": "0.1.0", "transformers": "5.23.0", "torch": "2.13.0"},
+    "target": {"name_or_path": "user/target", "fingerprint": "0123456789abcdef"},
+    "data": {"tokens_sha256": "ab" * 32, "tokens": 1234567, "samples": 5396},
+    "steps": 2800,
+    "tokens_seen": 7654321,
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folders of a tiny target with a tokenizer for chats, and of its drafter."""
+    folder = tmp_path_factory.mktemp("saved")
+    target = tiny_target("llama")
+    target.save_pretrained(folder / "target")
+    tokenizer = tiny_tokenizer()
+    tokenizer.save_pretrained(folder / "target")
+    (folder / "target" / "chat_template.jinja").write_text(
+        "{% for m in messages %}{{ m.role[0] }}{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+    )
+    tiny_drafter(target, num_assistant_tokens=9).save_pretrained(folder / "drafter")
+    return folder
+
+
+@pytest.fixture
+def trained(tmp_path):
+    """What a training leaves in its folder, the weights apart."""
+    (tmp_path / "provenance.json").write_text(json.dumps(PROVENANCE))
+    log = [{"loss": 1.0, "step": 1}, {"final_tau": 1.2345, "final_alpha": 0.5, "step": 2}]
+    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
+    return tmp_path
+
+
+def config(**changes):
+    return hf_falcon.FalconDraftConfig(**{"target_name_or_path": "user/target", "draft_vocab_size": 8192, **changes})
+
+
+def test_card_of_a_trained_drafter(trained):
+    rendered = render_card(config(), trained, "me/my-drafter", license="apache-2.0")
+    rendered.save(trained / "README.md")
+    card = ModelCard.load(trained / "README.md")
+    data = card.data
+    assert (data.library_name, data.license, data.base_model) == ("transformers", "apache-2.0", "user/target")
+    assert data.base_model_relation == "adapter" and "speculative-decoding" in data.tags
+    found = {result.metric_type: result.metric_value for result in data.eval_results}
+    assert found == {"tau": 1.2345, "alpha": 0.5} and data.model_name == "my-drafter"
+    for text in ("tau 1.23:", "50.0 %", "2,800 steps", "1,234,567 tokens", "8,192 tokens", "2 LSTM layers"):
+        assert text in card.text, text
+    assert 'custom_generate="me/my-drafter"' in card.text
+    assert "{{" not in card.content and "{%" not in card.content
+
+
+def test_card_of_an_untrained_drafter(tmp_path):
+    card = render_card(config(target_name_or_path=str(tmp_path), num_lstm_layers=0), tmp_path, "drafter")
+    # A folder is no repository that the Hub could link.
+    assert {"base_model", "base_model_relation", "model-index", "license"}.isdisjoint(card.data.to_dict())
+    assert "Not measured yet." in card.text and "linear fusion" in card.text
+    assert str(ModelCard(str(card))) == str(card)
+
+
+def test_a_card_of_ones_own_stays(trained):
+    assert write_card(config(), trained) and write_card(config(), trained)
+    file = trained / "README.md"
+    assert MARK in file.read_text()
+    file.write_text("# mine")
+    assert not write_card(config(), trained) and file.read_text() == "# mine"
+
+
+@pytest.mark.parametrize("folder", sorted(SHIPPED.glob("falcon-*")), ids=lambda folder: folder.name)
+def test_shipped_cards_are_valid(folder):
+    card = ModelCard.load(folder / "README.md")
+    assert card.data.library_name == "transformers" and card.data.base_model and card.data.license
+    # The metadata says what the text says.
+    for result in card.data.eval_results or ():
+        row = next(line for line in card.text.splitlines() if line.startswith(f"| {result.dataset_name} |"))
+        _, tau, alpha = (cell.strip(" %") for cell in row.strip("|").split("|")[:3])
+        assert result.metric_value == (float(tau) if result.metric_type == "tau" else round(float(alpha) / 100, 3))
+
+
+def test_info_of_a_folder(saved, capsys):
+    assert entry.main(["info", str(saved / "drafter"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    drafter = hf_falcon.FalconDraftModel.from_pretrained(saved / "drafter")
+    assert found["parameters"] == drafter.num_parameters() and found["k"] == 2 and found["vocab_size"] == 64
+    assert found["bytes"] == (saved / "drafter" / "model.safetensors").stat().st_size
+    assert found["tau"] is None and found["license"] is None
+    assert entry.main(["info", str(saved / "drafter")]) == 0
+    assert "drafts all of 64 tokens" in capsys.readouterr().out
+    assert entry.main(["info", str(saved / "target")]) == 1
+    assert "`model_type` is 'llama'" in capsys.readouterr().err
+
+
+COMMANDS = """
+import sys
+from hf_falcon.commands.main import main
+assert main(["push", sys.argv[1], "tester/tiny", "--license", "mit"]) == 0
+assert main(["info", "tester/tiny"]) == 0
+assert main(["push", sys.argv[1] + "/none", "tester/tiny"]) == 1
+"""
+
+
+def test_push_and_info(saved, trained, tmp_path):
+    drafter = hf_falcon.FalconDraftModel.from_pretrained(saved / "drafter")
+    drafter.save_pretrained(trained)
+    with running_hub() as hub:
+        environment = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home")}
+        environment |= {"PYTHONPATH": str(SOURCE.parent), "PATH": os.environ["PATH"], "HF_HUB_DISABLE_XET": "1"}
+        result = subprocess.run(
+            [sys.executable, "-c", COMMANDS, str(trained)],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+    assert result.returncode == 0, result.stderr[-4000:]
+    # The Hub is asked whether the card is one.
+    assert ("POST", "/api/validate-yaml") in hub.requests
+    files = hub.repositories[f"{USER}/tiny"].files()
+    assert {"README.md", "provenance.json", "model.safetensors", "decoding.py", "custom_generate/generate.py"} <= set(
+        files
+    )
+    assert "trainer_state.json" not in files
+    card = ModelCard(files["README.md"].decode())
+    assert card.data.license == "mit" and 'custom_generate="tester/tiny"' in card.text
+    assert f"{hub.endpoint}/tester/tiny/commit/" in result.stdout
+    rows = {line.split()[0]: line for line in result.stdout.splitlines()}
+    assert "1.2345 (held-out prompts" in rows["tau"] and "mit" in rows["license"] and "weights" in rows["size"]
+    assert "is not a folder" in result.stderr
+
+
+def test_generate_is_plain_decoding(saved, capsys, monkeypatch):
+    common = ["generate", "--target", str(saved / "target"), "--dtype", "float32", "--max_new_tokens", "20"]
+    texts = []
+    for words in (["--plain"], ["--drafter", str(saved / "drafter")]):
+        assert entry.main([*common, "--prompt", "abcd", *words]) == 0
+        captured = capsys.readouterr()
+        texts.append(captured.out)
+        assert "20 tokens, " in captured.err and ("tau" in captured.err) == (words != ["--plain"])
+    assert texts[0] == texts[1] and texts[0]
+    monkeypatch.setattr(sys.stdin, "read", lambda: " \n", raising=False)
+    assert entry.main(common) == 1
+    assert "`prompt` is empty" in capsys.readouterr().err
+
+
+def test_chat(saved, capsys, monkeypatch):
+    """History goes along; Ctrl-C stops a reply or forgets a line, and the chat goes on."""
+    lines = iter(["abc", KeyboardInterrupt(), "def", "ghi", EOFError()])
+
+    def read(prompt):
+        line = next(lines)
+        if isinstance(line, BaseException):
+            raise line
+        return line
+
+    put, puts = generate._Writer.put, []
+
+    def put_or_stop(self, value):
+        puts.append(len(seen))
+        # In the middle of the second reply; the prompt comes first.
+        if puts.count(2) == 4 and puts[-1] == 2:
+            raise KeyboardInterrupt
+        put(self, value)
+
+    seen = []
+    arguments = chat.ChatArguments(
+        target=str(saved / "target"), drafter=str(saved / "drafter"), dtype="float32", max_new_tokens=12, system="s"
+    )
+    target, tokenizer, drafter = arguments.load()
+    apply = tokenizer.apply_chat_template
+
+    def spy(messages, **kwargs):
+        seen.append([dict(message) for message in messages])
+        return apply(messages, **kwargs)
+
+    monkeypatch.setattr(builtins, "input", read)
+    monkeypatch.setattr(generate._Writer, "put", put_or_stop)
+    monkeypatch.setattr(tokenizer, "apply_chat_template", spy)
+    messages = chat.converse(target, tokenizer, drafter, arguments)
+    assert [message["role"] for message in messages] == ["system", *["user", "assistant"] * 3]
+    assert [message["content"] for message in messages[1::2]] == ["abc", "def", "ghi"]
+    # Each reply saw the whole conversation, the part of the stopped reply included.
+    assert [len(conversation) for conversation in seen] == [2, 4, 6] and seen[2] == messages[:6]
+    replies = [message["content"] for message in messages[2::2]]
+    assert 0 < len(replies[1]) < 12 and all(replies)
+    errors = capsys.readouterr().err
+    assert errors.count("tokens/s, tau") == 2 and errors.count("[stopped]") == 1
+    # No hook of the stopped reply is left in the target.
+    assert not target.get_decoder()._forward_hooks
+
+    plain = generate.Reply(target, None, tokenizer, lambda text: None)
+    plain.run(
+        dict(apply(messages[:2], add_generation_prompt=True, return_dict=True, return_tensors="pt")),
+        arguments.options(),
+    )
+    assert plain.text.strip() == replies[0]
+
+
+def test_chat_needs_a_template(saved, capsys, monkeypatch):
+    arguments = chat.ChatArguments(target=str(saved / "target"), plain=True, dtype="float32")
+    target, tokenizer, drafter = arguments.load()
+    monkeypatch.setattr(tokenizer, "chat_template", None)
+    with pytest.raises(ValueError, match="no chat template"):
+        chat.converse(target, tokenizer, drafter, arguments)
