@@ -46,10 +46,14 @@ _ATTENTION = (None, "eager", "sdpa")
 # left out, as reading it can go wrong: a number of labels alone makes a name for each.
 _BASE_FIELDS = {
     "architectures",
+    "auto_map",
+    "bos_token_id",
     "dtype",
+    "eos_token_id",
     "name_or_path",
     "output_attentions",
     "output_hidden_states",
+    "pad_token_id",
     "return_dict",
     "transformers_version",
 }
