@@ -135,7 +135,7 @@ def _pace(run: TargetRun, generator: FalconCandidateGenerator, sequence: TokenSe
     same_every_round = options.num_assistant_tokens_schedule == "constant" or options.draft_tree != "dynamic"
     # Where no path is allowed the target cannot be timed with one either.
     if same_every_round or _depth_limit(run, sequence) < 1:
-        return Pace(options, experience, model.device)
+        return Pace(options, experience, generator.drafter.device)
     nodes = options.num_assistant_tokens
     circumstances = Circumstances.of(model, run.length, nodes)
     if circumstances not in experience.costs:
@@ -144,7 +144,7 @@ def _pace(run: TargetRun, generator: FalconCandidateGenerator, sequence: TokenSe
             seconds = measure(run.rehearse, nodes, model.device)
             save(model, circumstances, seconds)
         experience.costs[circumstances] = Costs(seconds)
-    return AdaptivePace(options, experience, model.device, experience.costs[circumstances])
+    return AdaptivePace(options, experience, generator.drafter.device, experience.costs[circumstances])
 
 
 def _depth_limit(run: TargetRun, sequence: TokenSequence) -> int:
