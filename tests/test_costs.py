@@ -6,6 +6,7 @@ import json
 
 import pytest
 import torch
+from oracle import FreeDrafting
 from tiny_models import TARGETS, prompt, tiny_drafter, tiny_target
 
 from hf_falcon import costs
@@ -66,6 +67,9 @@ def test_follows_the_machine():
         found.observe_target(1.5, seconds=3.0)
         found.observe_drafting(commit_seconds=0.2, pass_seconds=0.6, passes=3)
     assert found.commit == pytest.approx(0.1, rel=1e-3) and found.draft_pass == pytest.approx(0.1, rel=1e-3)
+    before = found.commit
+    found.observe_drafting(commit_seconds=None, pass_seconds=0.6, passes=3)
+    assert found.commit == before
 
 
 def test_an_interruption_says_little():
@@ -118,6 +122,21 @@ def test_measured_once_and_kept(tmp_path, monkeypatch):
     assert made == [6, 6]
     kept = [json.loads(file.read_text()) for file in (tmp_path / "costs").iterdir()]
     assert len(kept) == 2 and all(each["max_nodes"] == 6 for each in kept)
+
+
+def test_the_prompts_commit_is_no_rounds(tmp_path, monkeypatch):
+    """The first commit has the whole prompt; what it takes is not held against the rounds that follow."""
+    seen = []
+
+    class Recorded(FreeDrafting):
+        def observe_drafting(self, commit_seconds, pass_seconds, passes):
+            seen.append(commit_seconds)
+
+    monkeypatch.setattr("hf_falcon.decoding.Costs", Recorded)
+    target = TARGETS["llama"]()
+    drafter = tiny_drafter(target, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=6)
+    target.generate(prompt(40), assistant_model=drafter, max_new_tokens=12, do_sample=False)
+    assert len(seen) > 2 and seen[0] is None and all(seconds > 0 for seconds in seen[1:])
 
 
 def test_a_rehearsal_leaves_no_trace():

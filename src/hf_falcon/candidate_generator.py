@@ -129,6 +129,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         root = root.to(self._device)
         pace = pace or Pace(self.options, Experience(), self._device)
         tree_round = self._tree.start(max_depth)
+        self.passes = 0
         if drafts and self._block_features is not None and max_depth > 0:
             self._draft(tree_round, root, self._block_features, pace)
         if guess is not None and isinstance(tree_round, DynamicRound):
@@ -146,7 +147,6 @@ class FalconCandidateGenerator(CandidateGenerator):
         lineage = torch.zeros(1, 0, dtype=torch.bool, device=self._device)
         self._cache.length = base
         newest, depth = root, 0
-        self.passes = 0
         while (drafted := self._grow(tree_round, predicted, newest, depth, pace)) is not None:
             if states is not None:
                 states = (states[0][:, drafted.blocks], states[1][:, drafted.blocks])

@@ -81,9 +81,10 @@ class Costs:
         found = min(max(seconds / cost, 0.5 * self._plain_seconds), 2.0 * self._plain_seconds)
         self._plain_seconds += _NEW * (found - self._plain_seconds)
 
-    def observe_drafting(self, commit_seconds: float, pass_seconds: float, passes: int) -> None:
-        """Takes the seconds of a round's drafting: of its commit and of all its `passes` after the first block."""
-        self.commit += _NEW * (min(commit_seconds / self._plain_seconds, 1.0) - self.commit)
+    def observe_drafting(self, commit_seconds: float | None, pass_seconds: float, passes: int) -> None:
+        """Takes the seconds of a round's drafting: of its commit, where known, and of all its `passes` after it."""
+        if commit_seconds is not None:
+            self.commit += _NEW * (min(commit_seconds / self._plain_seconds, 1.0) - self.commit)
         if passes:
             found = pass_seconds / passes / self._plain_seconds
             self.draft_pass += _NEW * (min(found, 1.0) - self.draft_pass)

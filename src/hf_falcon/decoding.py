@@ -24,6 +24,9 @@ from .verification import TokenSequence, verify
 
 logger = logging.get_logger(__name__)
 
+# Positions that a round adds, or little more.
+_ROWS_OF_A_ROUND = 16
+
 
 def assisted_decoding(
     target: PreTrainedModel,
@@ -112,7 +115,9 @@ def decode(run: TargetRun, generator: FalconCandidateGenerator, sequence: TokenS
                 new = sum(each.shape[1] for each in unseen)
                 generator.commit(torch.cat(unseen, dim=1), sequence.input_ids[:, -new:], run.length - new)
                 unseen = []
-                time.commit = watch.lap()
+                seconds = watch.lap()
+                # Many rows at once, the prompt or what a pause left, are no round's share.
+                time.commit = seconds if new <= _ROWS_OF_A_ROUND else None
             tree = generator.propose(sequence.root.to(run.model.device), limit, pace, guess, drafts)
             time.drafting, time.passes = watch.lap(), generator.passes if drafts else None
         with statistics.measure("target"):

@@ -108,9 +108,12 @@ def experience_of(drafter: PreTrainedModel, target: PreTrainedModel) -> Experien
 
 @dataclass
 class RoundTime:
-    """Seconds of a round, by part; `passes` counts draft passes after the first block, `None` without any drafting."""
+    """
+    Seconds of a round, by part; `passes` counts draft passes after the first block, `None` without any drafting.
+    `commit` is `None` where it says nothing of other rounds.
+    """
 
-    commit: float = 0.0
+    commit: float | None = None
     drafting: float = 0.0
     passes: int | None = None
     target: float = 0.0
