@@ -74,7 +74,8 @@ def test_compare_recipes(workplace, tmp_path, monkeypatch, capsys):
     taken = [load_file(tmp_path / "02" / f"checkpoint-{step}" / "model.safetensors") for step in (2, 4, 6)]
     averaged = load_file(tmp_path / "02" / "averaged" / "model.safetensors")
     for name in ("norm.weight", "fusion.linear.weight"):
-        torch.testing.assert_close(averaged[name], 0.64 * taken[0][name] + 0.16 * taken[1][name] + 0.2 * taken[2][name])
+        first, second, last = (weights[name] for weights in taken)
+        torch.testing.assert_close(averaged[name], 0.64 * first + 0.16 * second + 0.2 * last)
     assert torch.equal(averaged["draft_vocab_ids"], taken[0]["draft_vocab_ids"])
 
     # Nothing is done twice.
