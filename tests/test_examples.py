@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import VOCAB, prompt, tiny_target, tiny_tokenizer
+from tiny_models import VOCAB, prompt, tiny_drafter, tiny_target, tiny_tokenizer
 
 from hf_falcon.commands import main as entry
 from hf_falcon.training.token_file import TokenFile
@@ -82,3 +82,58 @@ def test_compare_recipes(workplace, tmp_path, monkeypatch, capsys):
     commands.clear()
     script.main()
     assert capsys.readouterr().out.splitlines() == table and commands == []
+
+
+def test_choices_are_those_of_drafting_token_by_token():
+    script = example("confidence_heads")
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target, block_size=1, num_lstm_layers=0)
+    tokens, prompt_length = prompt(14), 5
+    known, right = script.first_choices(drafter, target, tokens, prompt_length)
+    # The first token that a prediction before the response's last can be read for is the response's first.
+    places = range(prompt_length - 2, 12)
+    known, right = (found.unflatten(0, (script.PASSES, len(places))) for found in (known, right))
+    assert known[:, :, 4].tolist() == [[number] * len(places) for number in (1, 2, 3)]
+
+    with torch.no_grad():
+        features = target.model(tokens).last_hidden_state
+        embeds = target.get_input_embeddings()(tokens[:, 1:])
+        for column, place in enumerate(places):
+            wanted = target.lm_head(features[0, place + 1]).argmax()
+            for number in range(1, min(script.PASSES, place + 1) + 1):
+                given = features[:, : place - number + 2]
+                for _ in range(number):
+                    blocks = torch.arange(given.shape[1])[None]
+                    predicted = drafter(given, embeds[:, : given.shape[1]], blocks)[:, -1:]
+                    given = torch.cat((given, predicted), dim=1)
+                scores = target.lm_head(predicted[0, 0]).log_softmax(dim=-1)
+                best = scores.topk(2)
+                found = known[number - 1, column]
+                torch.testing.assert_close(found[5:], predicted[0, 0], rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(found[:2], best.values, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(found[2], torch.distributions.Categorical(logits=scores).entropy())
+                torch.testing.assert_close(found[3], best.values[0].exp().logit(), rtol=1e-3, atol=1e-3)
+                assert right[number - 1, column] == (best.indices[0] == wanted)
+
+
+def test_confidence_heads(workplace, tmp_path, monkeypatch, capsys):
+    script = example("confidence_heads")
+    tiny_drafter(tiny_target("llama"), block_size=1, num_lstm_layers=0).save_pretrained(tmp_path)
+    words = ["--data", workplace / "tokens.safetensors", "--target", workplace / "target", "--drafter", tmp_path]
+    monkeypatch.setattr("sys.argv", ["confidence_heads.py", *map(str, words), "--held_out", "20"])
+    script.main()
+    table = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[4:]]
+    assert [name.removeprefix("| ") for name, *_ in table] == ["own probability, as it is", *script.JUDGES]
+    assert all(float(loss) > 0 and 0 <= float(auc.removesuffix(" |")) <= 1 for _, loss, auc in table)
+
+
+def test_a_judge_learns_what_can_be_learnt():
+    script = example("confidence_heads")
+    generator = torch.Generator().manual_seed(0)
+    known = torch.randn(4000, 3, generator=generator)
+    chances = (2 * known[:, 1] - 1).sigmoid()
+    right = torch.bernoulli(chances, generator=generator)
+    logits = script.fit(known[:2000], right[:2000])(known[2000:])
+    torch.testing.assert_close(logits.sigmoid(), chances[2000:], rtol=0, atol=0.1)
+    pairs = logits[right[2000:] > 0][:, None] > logits[right[2000:] == 0]
+    assert script.auc(logits, right[2000:]) == pytest.approx(pairs.double().mean().item())
