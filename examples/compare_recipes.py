@@ -14,19 +14,30 @@ import subprocess
 import sys
 from pathlib import Path
 
+from safetensors.torch import load_file
+from transformers.trainer_utils import sort_checkpoints
+
+from hf_falcon.commands.models import load_drafter, load_target
+
 PAPER = "--block_size 2 --num_lstm_layers 2 --distillation_weight 0.1"
 LINEAR = "--num_lstm_layers 0 --distillation_weight 1"
+A = f"--block_size 1 {LINEAR}"
+# A moving average of weights: each checkpoint counts (1 - DECAY), what was before it DECAY.
+SPACING, DECAY = 5, 0.8
+STARTED = "A, layers started from the target's last"
+AVERAGED = f"A, moving average of weights (decay {DECAY} every {SPACING} steps)"
 RECIPES = {
     "paper: k = 2, LSTM, CSGD": PAPER,
     "without CSGD (no glancing)": f"{PAPER} --glancing_ratio 0",
     "k = 3": f"{PAPER} --block_size 3",
     "k = 4": f"{PAPER} --block_size 4",
     "k = 1, linear fusion (EAGLE)": "--block_size 1 --num_lstm_layers 0 --distillation_weight 0.1",
-    "A: the same, distillation weight 1": f"--block_size 1 {LINEAR}",
-    "B: A, 3 unrolled passes": f"--block_size 1 {LINEAR} --unroll_passes 3",
-    "B, 3 more target layers": f"--block_size 1 {LINEAR} --unroll_passes 3 --feature_layers 2 14 26",
-    "B, 3 more target layers, no regression": f"--block_size 1 {LINEAR} --unroll_passes 3 --feature_layers 2 14 26 "
-    "--regression_weight 0",
+    "A: the same, distillation weight 1": A,
+    STARTED: A,
+    AVERAGED: A,
+    "B: A, 3 unrolled passes": f"{A} --unroll_passes 3",
+    "B, 3 more target layers": f"{A} --unroll_passes 3 --feature_layers 2 14 26",
+    "B, 3 more target layers, no regression": f"{A} --unroll_passes 3 --feature_layers 2 14 26 --regression_weight 0",
     "C: k = 2, linear, distillation weight 1": f"--block_size 2 {LINEAR}",
     "C, conditioned blocks": f"--block_size 2 {LINEAR} --conditioning_size 576",
 }
@@ -52,14 +63,21 @@ def main() -> None:
     arguments = parser.parse_args()
     print("| recipe | right at depth 1, 2, 3, 4 | tau, chain | tau, tree |\n| --- | --- | --- | --- |", flush=True)
     for number, (name, options) in enumerate(RECIPES.items()):
-        folder = arguments.output_dir / f"{number:02d}"
-        train(arguments, folder, options.split())
-        passes = math.ceil(DEPTH / json.loads((folder / "config.json").read_text())["block_size"])
-        chain = decode(
-            arguments, folder, "chain", ["--num_assistant_tokens", f"{DEPTH}", "--draft_top_k", "1"], passes
-        )
-        tree = decode(arguments, folder, "tree", ["--num_assistant_tokens", f"{NODES}"], passes)
-        print(f"| {name} | {by_depth(chain)} | {tau(chain):.2f} | {tau(tree):.2f} |", flush=True)
+        print(row(arguments, arguments.output_dir / f"{number:02d}", name, options.split()), flush=True)
+
+
+def row(arguments: argparse.Namespace, folder: Path, name: str, options: list[str]) -> str:
+    """Makes the drafter of one recipe, decodes with it, and returns its row of the table."""
+    if name == STARTED:
+        train_from_target_layers(arguments, folder, options)
+    elif name == AVERAGED:
+        folder = train_and_average(arguments, folder, options)
+    else:
+        train(arguments, folder, options)
+    passes = math.ceil(DEPTH / json.loads((folder / "config.json").read_text())["block_size"])
+    chain = decode(arguments, folder, "chain", ["--num_assistant_tokens", f"{DEPTH}", "--draft_top_k", "1"], passes)
+    tree = decode(arguments, folder, "tree", ["--num_assistant_tokens", f"{NODES}"], passes)
+    return f"| {name} | {by_depth(chain)} | {tau(chain):.2f} | {tau(tree):.2f} |"
 
 
 def train(arguments: argparse.Namespace, folder: Path, options: list[str]) -> None:
@@ -73,6 +91,36 @@ def train(arguments: argparse.Namespace, folder: Path, options: list[str]) -> No
         words += ["--features_dir", arguments.features_dir]
     # Options come last: they win.
     run("train", *words, *TRAINING.split(), *options)
+
+
+def train_from_target_layers(arguments: argparse.Namespace, folder: Path, options: list[str]) -> None:
+    """Trains a drafter whose decoder layers start as copies of the target's last ones, which must be of its shape."""
+    new, started = folder / "new", folder / "started"
+    if not (folder / "trainer_state.json").exists():
+        # A step at no learning rate leaves the drafter as `train` makes it.
+        train(arguments, new, [*options, "--max_steps", "1", "--learning_rate", "0"])
+        drafter = load_drafter(str(new), "float32")
+        target, _ = load_target(arguments.target, "float32")
+        last = target.get_decoder().layers[-len(drafter.layers) :]
+        drafter.layers.load_state_dict(last.state_dict())
+        drafter.save_pretrained(started)
+    train(arguments, folder, [*options, "--init_from", str(started)])
+
+
+def train_and_average(arguments: argparse.Namespace, folder: Path, options: list[str]) -> Path:
+    """Trains a drafter, and returns the folder with an exponential moving average of its weights while it trained."""
+    train(arguments, folder, [*options, "--save_steps", f"{SPACING}", "--save_total_limit", "0"])
+    first, *later = sort_checkpoints(str(folder))
+    average = load_file(Path(first, "model.safetensors"))
+    for checkpoint in later:
+        for name, weights in load_file(Path(checkpoint, "model.safetensors")).items():
+            # The ids of the draft vocabulary stay as they are.
+            if weights.is_floating_point():
+                average[name].lerp_(weights, 1 - DECAY)
+    drafter = load_drafter(str(folder), "float32")
+    drafter.load_state_dict(average)
+    drafter.save_pretrained(folder / "averaged")
+    return folder / "averaged"
 
 
 def decode(arguments: argparse.Namespace, folder: Path, name: str, options: list[str], passes: int) -> list[dict]:

@@ -201,7 +201,7 @@ def draft_loss(
     given, given_embeds = features, embeds
     if glancing_ratio > 0 and block_size > 1:
         with torch.no_grad():
-            guess = drafter.condition(_draft_pass(drafter, features, embeds, block_ids, batch.valid), previous)[judged]
+            guess = drafter.condition(draft_pass(drafter, features, embeds, block_ids, batch.valid), previous)[judged]
             wrong = torch.zeros_like(judged)
             wrong[judged] = distillation_loss(guess, labels[judged], head, weights.soft)[1] > 0
             glanced = glance(judged, wrong.sum(dim=1), glancing_ratio, generators)
@@ -212,7 +212,7 @@ def draft_loss(
     cache = None
     for index in range(1, passes + 1):
         cache = TrainingCache(cache) if passes > 1 else None
-        predicted = _draft_pass(drafter, given, given_embeds, block_ids, batch.valid, index, cache)
+        predicted = draft_pass(drafter, given, given_embeds, block_ids, batch.valid, index, cache)
         predicted = drafter.condition(predicted, previous)
         # The next pass glances at nothing. Feature i was predicted at i - k; the first k positions were not predicted.
         given = torch.cat((noisy[:, :block_size], predicted[:, : length - block_size]), dim=1)
@@ -238,7 +238,7 @@ def draft_loss(
     )
 
 
-def _draft_pass(
+def draft_pass(
     drafter: FalconDraftModel,
     features: Tensor,
     embeds: Tensor,
