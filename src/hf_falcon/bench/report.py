@@ -125,6 +125,7 @@ def picture(rows: list[Row]) -> bytes:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(13, 8.5), layout="constrained")
     if rows[0].get("scaled") is not None:
@@ -147,7 +148,7 @@ def picture(rows: list[Row]) -> bytes:
     for row in drafting:
         shares, method = row["accepted_by_depth"], row["method"]
         depths.plot(range(1, len(shares) + 1), shares, "o-", label=method, color=colours[method])
-    depths.set_xticks(range(1, 1 + max((len(row["accepted_by_depth"]) for row in drafting), default=0)))
+    depths.xaxis.set_major_locator(MaxNLocator(integer=True))
     depths.set_title(f"rounds with an accepted token of that depth, {data[-1]}")
     depths.set_xlabel("depth")
 
