@@ -117,6 +117,16 @@ def test_matches_are_learnt():
     assert experience.match(3).value < before
 
 
+def test_what_never_happens_keeps_a_least_share():
+    experience = Experience()
+    for share in (experience.match(2), experience.depth(1)):
+        for _ in range(10_000):
+            share.observe(0.0)
+    made = pace(experience)
+    assert made.guess(Continuation([4], 2)).first == pytest.approx(1e-3)
+    assert made.correction(1) == pytest.approx(math.log(1e-3))
+
+
 def test_a_guess_grows_less_likely():
     guess = pace().guess(Continuation([4, 5, 6], 2))
     assert guess.token_ids.tolist() == [4, 5, 6] and guess.first == pytest.approx(0.47)

@@ -28,8 +28,8 @@ from .tree import Branches, DraftTree
 # Share of continuations that go on right, by the length of the match, which grows with every token that was right;
 # as found in the target's own responses. `(length, share)`; shares are learnt on, starting here.
 _MATCHES = ((2, 0.47), (3, 0.57), (4, 0.73), (5, 0.78), (8, 0.86), (12, 0.89), (20, 0.94), (32, 0.98))
-# Observations that a first guess counts for, and how fast old ones are forgotten.
-_PRIOR, _KEEP = 8.0, 0.995
+# Observations that a first guess counts for, how fast old ones are forgotten, and the least share.
+_PRIOR, _KEEP, _LEAST = 8.0, 0.995, 1e-3
 # Weight of a new round in a running mean.
 _NEW, _NEW_RATE = 0.15, 0.05
 # Rounds without drafting once it does not pay: at first, and at most, doubling; and rounds of the trial after them.
@@ -64,7 +64,8 @@ class _Share:
 
     @property
     def value(self) -> float:
-        return self._hits / self._trials
+        # Never near 0: logarithms are taken of this.
+        return max(_LEAST, self._hits / self._trials)
 
 
 class Experience:
@@ -228,7 +229,7 @@ class AdaptivePace(Pace):
 
     def correction(self, depth: int) -> float:
         """See [`Pace.correction`]."""
-        return math.log(min(1.0, max(1e-3, self._experience.depth(depth).value)))
+        return math.log(min(1.0, self._experience.depth(depth).value))
 
     def another_pass(self, branches: Branches, best: Tensor) -> bool:
         """See [`Pace.another_pass`]."""

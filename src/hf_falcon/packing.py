@@ -88,7 +88,7 @@ class PackedLinear(nn.Linear):
         return self._apply(fn, recurse)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Copies and pickles are ordinary layers: oneDNN's tensors can be neither copied nor pickled.
+        # A copy is an ordinary layer: oneDNN's tensors cannot be copied.
         state = vars(self).copy()
         weight = state.pop("unpacked_parameter")
         packed = state.pop("packed_weight")
