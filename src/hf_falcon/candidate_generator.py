@@ -48,11 +48,19 @@ class FalconCandidateGenerator(CandidateGenerator):
         drafter ([`FalconDraftModel`]): the drafter.
         target ([`PreTrainedModel`]): the target it drafts for.
         options ([`DraftOptions`], *optional*): defaults to those of `drafter.generation_config`.
+        head ([`BorrowedHead`], *optional*): the head that another generator of these two has borrowed.
     """
 
-    def __init__(self, drafter: FalconDraftModel, target: PreTrainedModel, options: DraftOptions | None = None):
+    def __init__(
+        self,
+        drafter: FalconDraftModel,
+        target: PreTrainedModel,
+        options: DraftOptions | None = None,
+        head: BorrowedHead | None = None,
+    ):
         self.drafter = drafter
-        self.head = BorrowedHead(drafter, target)
+        self.target = target
+        self.head = head or BorrowedHead(drafter, target)
         self.options = options or DraftOptions.from_generation_config(drafter.generation_config)
         self._block_size = drafter.config.block_size
         self._device = drafter.device

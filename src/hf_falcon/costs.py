@@ -75,6 +75,18 @@ class Costs:
         known = [max(1.0, self.seconds[size] / self.seconds[0]) for size in sizes]
         return [_interpolate(nodes, sizes, known) for nodes in range(max_nodes + 1)]
 
+    def of_fewer_rows(self, rows: int, fewer: int) -> Costs:
+        """
+        The costs of `fewer` rows, where these are of `rows`: the target's time is that of the same number of tokens in
+        all, and each row drafts for itself.
+        """
+        sizes = sorted(self.seconds)
+        tokens, known = [rows * (size + 1) for size in sizes], [self.seconds[size] for size in sizes]
+        found = Costs({size: _interpolate(max(fewer * (size + 1), rows), tokens, known) for size in sizes})
+        slower = self.seconds[0] / found.seconds[0] * fewer / rows
+        found.draft_pass, found.commit = self.draft_pass * slower, self.commit * slower
+        return found
+
     def observe_target(self, cost: float, seconds: float) -> None:
         """Takes the seconds of a forward that was expected to cost `cost`."""
         # One round that something else interrupted says little.
@@ -151,6 +163,7 @@ class Circumstances(NamedTuple):
     2,048 tokens, up to 8,192, and so on.
     """
 
+    rows: int
     max_nodes: int
     context: int
     attention: str | None
@@ -160,10 +173,11 @@ class Circumstances(NamedTuple):
     packed: bool
 
     @classmethod
-    def of(cls, target: PreTrainedModel, context: int, max_nodes: int) -> Circumstances:
-        """Those of a target now, with `context` tokens before it."""
+    def of(cls, target: PreTrainedModel, context: int, max_nodes: int, rows: int = 1) -> Circumstances:
+        """Those of a target now, with `context` tokens before it in each of `rows` rows."""
         device = target.device
         return cls(
+            rows=rows,
             max_nodes=max_nodes,
             context=next(length for length in (2048 * 4**step for step in itertools.count()) if context <= length),
             attention=getattr(target.config.get_text_config(decoder=True), "_attn_implementation", None),

@@ -3,29 +3,28 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
+from .batched_decoding import BatchSequence, decode_batch, why_no_batch
+from .batched_target import BatchedTargetRun
 from .borrowed_head import was_trained_for
 from .candidate_generator import FalconCandidateGenerator
 from .costs import Circumstances, Costs, Stopwatch, load, measure, save
+from .drafting import Drafting
 from .modeling_falcon_draft import FalconDraftModel
-from .pace import AdaptivePace, Pace, RoundTime, experience_of
-from .retrieval import ContextIndex
+from .pace import AdaptivePace, Pace, experience_of
 from .statistics import FalconGenerateOutput, StatisticsRecorder
 from .target import TargetRun, why_no_tree
 from .verification import TokenSequence, verify
 
 logger = logging.get_logger(__name__)
-
-# Positions that a round adds, or little more.
-_ROWS_OF_A_ROUND = 16
 
 
 def assisted_decoding(
@@ -44,7 +43,7 @@ def assisted_decoding(
     `target.generate(assistant_model=drafter)`, which prepares all arguments.
 
     Returns:
-        `torch.LongTensor` of shape `(1, length)`, or with `return_dict_in_generate=True` a [`FalconGenerateOutput`].
+        `torch.LongTensor` of shape `(batch, length)`, or with `return_dict_in_generate=True` a [`FalconGenerateOutput`].
 
     Raises:
         `ValueError`: for `use_cache=False`, as in transformers' own assisted decoding; for a drafter that was made for
@@ -54,6 +53,8 @@ def assisted_decoding(
         raise ValueError("`use_cache` is False: decoding with an assistant model needs `use_cache=True`.")
     reason = "`synced_gpus` is set" if synced_gpus else None
     reason = reason or why_no_tree(target, input_ids, generation_config, model_kwargs)
+    if reason is None and input_ids.shape[0] > 1:
+        reason = why_no_batch(target, logits_processor, stopping_criteria, generation_config, model_kwargs)
     if reason is not None:
         logger.warning_once(f"The assistant model is not used, plain decoding runs: {reason}.")
         output = target._sample(
@@ -72,6 +73,10 @@ def assisted_decoding(
             f"The target's weights are not those of {drafter.config.target_name_or_path or 'the model'} that the "
             "drafter was trained for. The output is exact all the same; fewer draft tokens may be accepted."
         )
+    if input_ids.shape[0] > 1:
+        batch = BatchSequence(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+        statistics, cache = _assist_batch(target, generator, batch, generation_config, model_kwargs)
+        return _output(batch, statistics, cache, generation_config)
     sequence = TokenSequence(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     run = TargetRun(target, input_ids, generation_config, model_kwargs, drafter.config.feature_layers)
     try:
@@ -80,15 +85,7 @@ def assisted_decoding(
         cache = run.finish()
     if streamer is not None:
         streamer.end()
-    if not generation_config.return_dict_in_generate:
-        return sequence.input_ids
-    return FalconGenerateOutput(
-        sequences=sequence.input_ids,
-        scores=sequence.scores,
-        logits=sequence.logits,
-        past_key_values=cache,
-        draft_statistics=statistics.result(sequence.input_ids.shape[1] - sequence.prompt_length),
-    )
+    return _output(sequence, statistics, cache, generation_config)
 
 
 def decode(run: TargetRun, generator: FalconCandidateGenerator, sequence: TokenSequence) -> StatisticsRecorder:
@@ -99,60 +96,97 @@ def decode(run: TargetRun, generator: FalconCandidateGenerator, sequence: TokenS
     sequence.emit(sequence.choose(logits))
     if sequence.finished:
         return statistics
-    pace = _pace(run, generator, sequence)
-    options = generator.options
-    index, lookup = ContextIndex(), options.prompt_lookup_num_tokens if options.draft_tree == "dynamic" else 0
-    # Features of the newest positions but one that the drafter has not seen; each goes with the token one step ahead.
-    unseen = [features]
+    pace = _pace(run, generator, _depth_limit(run, sequence))
+    drafting = Drafting(generator, sequence, features, run.length - features.shape[1], pace)
     while not sequence.finished:
-        limit = _depth_limit(run, sequence)
-        if lookup:
-            index.extend(sequence.input_ids[0, len(index) :].tolist())
-        guess = pace.guess(index.continuation(min(lookup, limit)))
-        drafts, time, watch = pace.drafts(guess), RoundTime(), Stopwatch()
         with statistics.measure("drafter"):
-            if drafts:
-                new = sum(each.shape[1] for each in unseen)
-                generator.commit(torch.cat(unseen, dim=1), sequence.input_ids[:, -new:], run.length - new)
-                unseen = []
-                seconds = watch.lap()
-                # Many rows at once, the prompt or what a pause left, are no round's share.
-                time.commit = seconds if new <= _ROWS_OF_A_ROUND else None
-            tree = generator.propose(sequence.root.to(run.model.device), limit, pace, guess, drafts)
-            time.drafting, time.passes = watch.lap(), generator.passes if drafts else None
+            tree = drafting.propose(_depth_limit(run, sequence))
+        watch = Stopwatch()
         with statistics.measure("target"):
             logits, features = run.score(tree, sequence.input_ids)
-        length = sequence.input_ids.shape[1]
         path, accepted = verify(tree, logits, sequence)
-        time.target = watch.lap()
+        seconds = watch.lap()
         run.keep(path, len(tree))
-        unseen.append(features[:, path])
-        emitted = sequence.input_ids[0, length:].tolist()
-        pace.observe(tree, path, emitted, accepted, time)
+        drafting.learn(tree, path, accepted, features[:, path], seconds)
         statistics.add_round(len(tree) - 1, accepted)
     return statistics
 
 
-def _pace(run: TargetRun, generator: FalconCandidateGenerator, sequence: TokenSequence) -> Pace:
-    """Who says how much is drafted in this call; measures the target where nothing is known of its costs."""
+def _assist_batch(
+    target: PreTrainedModel,
+    generator: FalconCandidateGenerator,
+    batch: BatchSequence,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> tuple[StatisticsRecorder, Cache]:
+    """Generates for all rows; what was generated is in `batch` then. Returns statistics, and the cache."""
+    run = BatchedTargetRun(target, generation_config, model_kwargs, generator.drafter.config.feature_layers)
+    # Rows that have ended leave the cache, unless somebody is to have it.
+    cache_is_returned = generation_config.return_dict_in_generate or getattr(run.cache, "_is_user_defined", False)
+    try:
+        statistics = decode_batch(run, generator, batch, partial(_pace, run, generator), not cache_is_returned)
+    except BaseException:
+        run.finish(None)
+        raise
+    return statistics, run.finish(batch.input_ids if cache_is_returned else None)
+
+
+def _pace(run: TargetRun | BatchedTargetRun, generator: FalconCandidateGenerator, limit: int, rows: int = 1) -> Pace:
+    """
+    Who says how much is drafted in this call; measures the target where nothing is known of its costs.
+
+    Args:
+        limit (`int`): tokens that a path may have at most.
+        rows (`int`, *optional*, defaults to 1): rows of the batch that are not finished.
+    """
     options, model = generator.options, run.model
-    experience = experience_of(generator.drafter, model)
+    experience = experience_of(generator.drafter, model).of_rows(rows)
     same_every_round = options.num_assistant_tokens_schedule == "constant" or options.draft_tree != "dynamic"
     # Where no path is allowed the target cannot be timed with one either.
-    if same_every_round or _depth_limit(run, sequence) < 1:
+    if same_every_round or limit < 1:
         return Pace(options, experience, generator.drafter.device)
     nodes = options.num_assistant_tokens
-    circumstances = Circumstances.of(model, run.length, nodes)
+    circumstances = Circumstances.of(model, run.length, nodes, rows)
     if circumstances not in experience.costs:
-        seconds = load(model, circumstances)
-        if seconds is None:
-            seconds = measure(run.rehearse, nodes, model.device)
-            save(model, circumstances, seconds)
-        experience.costs[circumstances] = Costs(seconds)
+        experience.costs[circumstances] = _costs(run, circumstances, experience.costs)
     return AdaptivePace(options, experience, generator.drafter.device, experience.costs[circumstances])
+
+
+def _costs(
+    run: TargetRun | BatchedTargetRun, circumstances: Circumstances, known: dict[Circumstances, Costs]
+) -> Costs:
+    """Costs as they were measured before, here or elsewhere, or follow from those of more rows, or are measured now."""
+    seconds = load(run.model, circumstances)
+    if seconds is not None:
+        return Costs(seconds)
+    more = [each for each in list(known) if each.rows > circumstances.rows and each[1:] == circumstances[1:]]
+    if more:
+        nearest = min(more)
+        return known[nearest].of_fewer_rows(nearest.rows, circumstances.rows)
+    seconds = measure(run.rehearse, circumstances.max_nodes, run.model.device)
+    save(run.model, circumstances, seconds)
+    return Costs(seconds)
 
 
 def _depth_limit(run: TargetRun, sequence: TokenSequence) -> int:
     """A path may not be longer than the tokens that are wanted, less the target's own."""
     budget, rotary = sequence.tokens_left - 1, run.max_tree_depth()
     return budget if rotary is None else min(budget, rotary)
+
+
+def _output(
+    sequence: TokenSequence | BatchSequence,
+    statistics: StatisticsRecorder,
+    cache: Cache,
+    generation_config: GenerationConfig,
+) -> Tensor | GenerateDecoderOnlyOutput:
+    """What `generate` returns."""
+    if not generation_config.return_dict_in_generate:
+        return sequence.input_ids
+    return FalconGenerateOutput(
+        sequences=sequence.input_ids,
+        scores=sequence.scores,
+        logits=sequence.logits,
+        past_key_values=cache,
+        draft_statistics=statistics.result(sequence.new_tokens),
+    )

@@ -86,6 +86,17 @@ class Experience:
         self.rate = 1.2
         self.pause, self.paused_for, self.trial = _SHORTEST_PAUSE, 0, 0
         self.costs: dict[Circumstances, Costs] = {}
+        self._batches: dict[int, Experience] = {}
+
+    def of_rows(self, rows: int) -> Experience:
+        """Of batches of that many rows: the same probabilities, other costs."""
+        if rows == 1:
+            return self
+        known = self._batches.get(rows)
+        if known is None:
+            known = self._batches[rows] = Experience()
+            known.matches, known.depths, known.costs = self.matches, self.depths, self.costs
+        return known
 
     def match(self, length: int) -> _Share:
         """Of continuations of a match of `length` tokens."""
@@ -111,13 +122,14 @@ def experience_of(drafter: PreTrainedModel, target: PreTrainedModel) -> Experien
 class RoundTime:
     """
     Seconds of a round, by part; `passes` counts draft passes after the first block, `None` without any drafting.
-    `commit` is `None` where it says nothing of other rounds.
+    `commit` is `None` where it says nothing of other rounds. `nodes` counts those that the target ran.
     """
 
     commit: float | None = None
     drafting: float = 0.0
     passes: int | None = None
     target: float = 0.0
+    nodes: int = 1
 
 
 class Pace:
@@ -252,7 +264,7 @@ class AdaptivePace(Pace):
         """See [`Pace.observe`]."""
         super().observe(tree, path, emitted, accepted, time)
         known, costs = self._experience, self._costs
-        verifying = self._target[len(tree) - 1]
+        verifying = self._target[time.nodes - 1]
         costs.observe_target(verifying, time.target)
         cost = verifying
         if time.passes is not None:

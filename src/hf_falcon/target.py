@@ -17,7 +17,7 @@ from .growing_cache import give_back, grow_in_place
 from .modeling_falcon_draft import additive_mask
 from .tree import DraftTree
 
-_FULL, _SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING = "full_attention", "sliding_attention"
 # Attention functions that take any additive mask.
 _MASKED_ATTENTION = ("eager", "sdpa")
 _CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
@@ -42,8 +42,8 @@ def layer_kinds(config: PreTrainedConfig) -> set[str]:
     if kinds is not None:
         return set(kinds)
     if getattr(text_config, "sliding_window", None) is not None:
-        return {_SLIDING}
-    return {"chunked_attention"} if getattr(text_config, "attention_chunk_size", None) is not None else {_FULL}
+        return {SLIDING}
+    return {"chunked_attention"} if getattr(text_config, "attention_chunk_size", None) is not None else {FULL}
 
 
 def why_no_tree(
@@ -59,8 +59,6 @@ def why_no_tree(
     cache = model_kwargs.get("past_key_values")
     if model.config.is_encoder_decoder:
         return "the target is an encoder-decoder model"
-    if input_ids.shape[0] > 1:
-        return f"the batch has {input_ids.shape[0]} rows and trees are verified for one"
     if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
         return "the prompt is given as `inputs_embeds`"
     if not getattr(config, "is_decoder", True):
@@ -71,7 +69,7 @@ def why_no_tree(
     missing = [name for name in ("position_ids", "past_key_values") if name not in inputs]
     if missing:
         return f"the target takes no `{missing[0]}`, which a tree needs"
-    unknown = layer_kinds(model.config) - {_FULL, _SLIDING}
+    unknown = layer_kinds(model.config) - {FULL, SLIDING}
     if unknown or getattr(model, "_is_stateful", False):
         return f"the target has layers of kind {sorted(unknown) or 'recurrent'}, which cannot be rolled back"
     attention = getattr(config, "_attn_implementation", None) or "eager"
@@ -103,7 +101,7 @@ def _uses_alibi(config: PreTrainedConfig) -> bool:
     )
 
 
-def _rope_boundary(config: PreTrainedConfig) -> tuple[int | None, bool]:
+def rope_boundary(config: PreTrainedConfig) -> tuple[int | None, bool]:
     """
     The context length from which rotary frequencies depend on the length itself, and whether they go on to change
     with every token there (`dynamic`), or have changed once (`longrope`).
@@ -222,7 +220,7 @@ class TargetRun:
         self._generation_config = generation_config
         self._model_kwargs = model_kwargs
         self._kinds = sorted(layer_kinds(model.config))
-        self._rope_boundary, self._rope_never_settles = _rope_boundary(self._config)
+        self._rope_boundary, self._rope_never_settles = rope_boundary(self._config)
         padding = model_kwargs.get("attention_mask")
         # Cached slots that hold padding stay hidden; without padding there is nothing to look at.
         self._hidden_slots = None if padding is None or bool(padding.all()) else ~padding[0].bool()
@@ -353,7 +351,7 @@ class TargetRun:
         slots = torch.arange(kv_offset, kv_offset + cached, device=device)
         before = torch.ones(nodes, cached, dtype=torch.bool, device=device)
         inside = tree.visible
-        if kind == _SLIDING:
+        if kind == SLIDING:
             # The window is the model's, not the cache layer's: a user's own cache may keep more than the window.
             oldest = start + tree.depths - self._config.sliding_window
             before = slots[None] > oldest[:, None]

@@ -9,6 +9,8 @@ seed the same sample, up to the rounding of the target's own logits.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -27,6 +29,9 @@ class TokenSequence:
         stopping_criteria ([`StoppingCriteriaList`]): when to end; asked after every token.
         generation_config ([`GenerationConfig`]): configuration of the call.
         streamer ([`BaseStreamer`], *optional*): gets every token as it is emitted.
+        draw (`Callable[[Tensor], Tensor]`, *optional*):
+            Draws a token of shape `(1,)` from probabilities of shape `(1, vocab_size)`; by one multinomial draw if
+            left out, as plain decoding does.
     """
 
     def __init__(
@@ -36,6 +41,7 @@ class TokenSequence:
         stopping_criteria: StoppingCriteriaList,
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None = None,
+        draw: Callable[[Tensor], Tensor] | None = None,
     ):
         self.input_ids = input_ids
         self.finished = False
@@ -48,6 +54,7 @@ class TokenSequence:
         self._criteria = stopping_criteria
         self._do_sample = generation_config.do_sample
         self._streamer = streamer
+        self._draw = draw or _draw
 
     @property
     def root(self) -> Tensor:
@@ -58,6 +65,11 @@ class TokenSequence:
     def tokens_left(self) -> int:
         """Tokens until `max_length`."""
         return self.max_length - self.input_ids.shape[1]
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that were emitted."""
+        return self.input_ids.shape[1] - self.prompt_length
 
     @property
     def is_argmax(self) -> bool:
@@ -81,7 +93,7 @@ class TokenSequence:
         if self.logits is not None:
             self.logits += (raw,)
         if self._do_sample:
-            return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
+            return self._draw(scores.softmax(dim=-1))
         return scores.argmax(dim=-1)
 
     def emit(self, token: Tensor) -> None:
@@ -90,6 +102,10 @@ class TokenSequence:
         if self._streamer is not None:
             self._streamer.put(token.cpu())
         self.finished = bool(self._criteria(self.input_ids, self.scores).all())
+
+
+def _draw(probs: Tensor) -> Tensor:
+    return torch.multinomial(probs, num_samples=1).squeeze(1)
 
 
 def verify(tree: DraftTree, logits: Tensor, sequence: TokenSequence) -> tuple[Tensor, int]:
