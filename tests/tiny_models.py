@@ -115,7 +115,7 @@ WITHOUT_TREES: dict[str, Callable[[], PreTrainedModel]] = {
     "bert": lambda: _build("Bert", model_suffix="LMHeadModel", initializer_range=0.2),
     "openai-gpt": lambda: _build("OpenAIGPT", model_suffix="LMHeadModel", attention="eager", **_GPT2),
 }
-# Targets that transformers itself refuses to assist.
+# Targets that keep a state: transformers' own assisted decoding refuses them, and plain decoding runs here.
 RECURRENT: dict[str, Callable[[], PreTrainedModel]] = {
     "mamba": lambda: _build("Mamba", attention="eager", state_size=4)
 }

@@ -43,7 +43,8 @@ def assisted_decoding(
     `target.generate(assistant_model=drafter)`, which prepares all arguments.
 
     Returns:
-        `torch.LongTensor` of shape `(batch, length)`, or with `return_dict_in_generate=True` a [`FalconGenerateOutput`].
+        `torch.LongTensor` of shape `(batch, length)`, or a [`FalconGenerateOutput`] with
+        `return_dict_in_generate=True`.
 
     Raises:
         `ValueError`: for `use_cache=False`, as in transformers' own assisted decoding; for a drafter that was made for
@@ -155,7 +156,7 @@ def _pace(run: TargetRun | BatchedTargetRun, generator: FalconCandidateGenerator
 def _costs(
     run: TargetRun | BatchedTargetRun, circumstances: Circumstances, known: dict[Circumstances, Costs]
 ) -> Costs:
-    """Costs as they were measured before, here or elsewhere, or follow from those of more rows, or are measured now."""
+    """Costs that were measured before, by any process, or follow from those of more rows, or are measured now."""
     seconds = load(run.model, circumstances)
     if seconds is not None:
         return Costs(seconds)

@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
-from transformers import GenerationMixin
+from transformers import GenerationConfig, GenerationMixin
+from transformers.generation.configuration_utils import GenerationMode
 
-# Set on the wrapper, so that two copies of this file (the installed package, code from the Hub) wrap once.
+# Set on the wrappers, so that two copies of this file (the installed package, code from the Hub) wrap once.
 _MARK = "_is_falcon_hook"
-# Its value: what the wrapper can do. The newer of two copies wraps, and must serve the drafters of every older one:
+# Its value: what the wrappers can do. The newer of two copies wraps, and must serve the drafters of every older one:
 # each drafter brings its own decoding loop, so all that they share is how the hook finds and calls it.
-_VERSION = 1
+_VERSION = 2
 _disabled = False
 
 
@@ -22,25 +24,17 @@ def install() -> None:
     on as before. Runs on import and when a drafter is made. Does nothing after [`disable`], or where another copy of
     this code, as new or newer, was first.
     """
-    stock = GenerationMixin._assisted_decoding
-    installed = int(getattr(stock, _MARK, 0))
-    if _disabled or installed >= _VERSION:
-        return
-    if installed:
-        stock = stock.__wrapped__
-
-    # `wraps`, as `generate` reads the signature.
-    @functools.wraps(stock)
-    def assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
-        assistant = kwargs.get("assistant_model")
-        if assistant is None or not getattr(type(assistant), "is_falcon_drafter", False):
-            return stock(self, *args, **kwargs)
-        for name in ("assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor"):
-            kwargs.pop(name, None)
-        return assistant.assisted_decoding(self, *args, **kwargs)
-
-    setattr(assisted_decoding, _MARK, _VERSION)
-    GenerationMixin._assisted_decoding = assisted_decoding
+    for name, wrap in _WRAPPERS.items():
+        stock = getattr(GenerationMixin, name)
+        installed = int(getattr(stock, _MARK, 0))
+        if _disabled or installed >= _VERSION:
+            continue
+        if installed:
+            stock = stock.__wrapped__
+        # `wraps`, as `generate` reads the signature.
+        wrapper = functools.wraps(stock)(wrap(stock))
+        setattr(wrapper, _MARK, _VERSION)
+        setattr(GenerationMixin, name, wrapper)
 
 
 def enable() -> None:
@@ -54,5 +48,37 @@ def disable() -> None:
     """Gives transformers its own assisted decoding back, for every drafter, until [`enable`]."""
     global _disabled
     _disabled = True
-    if getattr(GenerationMixin._assisted_decoding, _MARK, False):
-        GenerationMixin._assisted_decoding = GenerationMixin._assisted_decoding.__wrapped__
+    for name in _WRAPPERS:
+        if getattr(getattr(GenerationMixin, name), _MARK, False):
+            setattr(GenerationMixin, name, getattr(GenerationMixin, name).__wrapped__)
+
+
+def _is_drafter(assistant: Any) -> bool:
+    return assistant is not None and getattr(type(assistant), "is_falcon_drafter", False)
+
+
+def _with_drafters(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        assistant: Any = kwargs.get("assistant_model")
+        if not _is_drafter(assistant):
+            return stock(self, *args, **kwargs)
+        for name in ("assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor"):
+            kwargs.pop(name, None)
+        return assistant.assisted_decoding(self, *args, **kwargs)
+
+    return assisted_decoding
+
+
+def _without_limits(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """A drafter takes what plain decoding takes: several sequences a prompt, targets that keep a recurrent state."""
+
+    def validate(self: Any, mode: GenerationMode, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
+        if mode == GenerationMode.ASSISTED_GENERATION and _is_drafter(kwargs.get("assistant_model")):
+            mode = GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
+            kwargs = {name: value for name, value in kwargs.items() if name != "assistant_model"}
+        stock(self, mode, config, kwargs)
+
+    return validate
+
+
+_WRAPPERS = {"_assisted_decoding": _with_drafters, "_validate_generation_mode": _without_limits}
