@@ -37,10 +37,10 @@ class OracleCandidateGenerator(FalconCandidateGenerator):
         """Depth that the true path reaches if it takes first ranks only, or in a static tree any path."""
         return min(self._tree.max_depth, self.options.num_assistant_tokens)
 
-    def propose(self, *args: Any, **kwargs: Any):
+    def draft(self, *args: Any, **kwargs: Any):
         self._depth = 0
         self._ranks = self._path_of_ranks() if self._scattered else []
-        return super().propose(*args, **kwargs)
+        return super().draft(*args, **kwargs)
 
     def _path_of_ranks(self) -> list[int]:
         """Ranks of the true tokens by depth."""

@@ -30,7 +30,7 @@ from .pace import Pace
 from .statistics import StatisticsRecorder
 from .step_noise import MOST_STEPS_AHEAD, StepNoise
 from .target import rope_boundary
-from .tree import single_node
+from .tree import DraftTree, single_node
 from .verification import TokenSequence, verify
 
 # What treats each row for itself and keeps nothing from call to call; by exact type, a subclass may do anything.
@@ -240,12 +240,8 @@ def decode_batch(
                     padding = batch.prompts.shape[1] - features[row].shape[1]
                     drafters[row] = Drafting(_another(generator), batch.rows[row], features[row], 0, pace, padding)
         with statistics.measure("drafter"):
-            trees = [
-                drafters[row].propose(_depth_limit(batch, row), active)
-                if row in unfinished
-                else single_node(batch.rows[row].root)
-                for row in cached
-            ]
+            drafted = _draft({row: drafters[row] for row in unfinished}, batch)
+            trees = [drafted[row] if row in drafted else single_node(batch.rows[row].root) for row in cached]
         watch = Stopwatch()
         with statistics.measure("target"):
             logits, scored = run.score(trees)
@@ -262,6 +258,19 @@ def decode_batch(
                 statistics.add_round(len(tree) - 1, accepted)
         batch.stream()
     return statistics
+
+
+def _draft(drafters: dict[int, Drafting], batch: BatchSequence) -> dict[int, DraftTree]:
+    """The trees of a round. The target runs as many nodes for each row as for the largest, so all have one size."""
+    rounds = {row: each.draft(_depth_limit(batch, row), len(drafters)) for row, each in drafters.items()}
+    best = torch.nn.utils.rnn.pad_sequence(
+        [each.best() for each in rounds.values()], batch_first=True, padding_value=-torch.inf
+    )
+    worth = torch.stack([each.pace.worth(row) for each, row in zip(drafters.values(), best)]).sum(dim=0)
+    count = int(worth.argmax())
+    return {
+        row: each.finish(drafters[row].root, lambda best: min(count, best.shape[0])) for row, each in rounds.items()
+    }
 
 
 def _another(generator: FalconCandidateGenerator) -> FalconCandidateGenerator:

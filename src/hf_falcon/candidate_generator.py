@@ -122,27 +122,38 @@ class FalconCandidateGenerator(CandidateGenerator):
         self, root: Tensor, max_depth: int, pace: Pace | None = None, guess: Guess | None = None, drafts: bool = True
     ) -> DraftTree:
         """
-        Drafts the tree of a round.
-
-        Args:
-            root (`torch.LongTensor` of shape `(1,)`): the newest token, which the target chose.
-            max_depth (`int`): tokens that a path may have at most.
-            pace ([`Pace`], *optional*): says how much is drafted; the options do if left out.
-            guess ([`Guess`], *optional*): a path of at most `max_depth` tokens that a dynamic tree takes in.
-            drafts (`bool`, *optional*, defaults to `True`): `False` draws up the tree of the guess alone.
+        Drafts the tree of a round; see [`FalconCandidateGenerator.draft`].
 
         Returns:
             [`DraftTree`]: of the root alone where nothing can be drafted.
         """
-        root = root.to(self._device)
         pace = pace or Pace(self.options, Experience(), self._device)
+        return self.draft(root, max_depth, pace, guess, drafts).finish(root.to(self._device), pace.size)
+
+    def draft(
+        self, root: Tensor, max_depth: int, pace: Pace, guess: Guess | None = None, drafts: bool = True
+    ) -> StaticRound | DynamicRound:
+        """
+        Drafts for a round.
+
+        Args:
+            root (`torch.LongTensor` of shape `(1,)`): the newest token, which the target chose.
+            max_depth (`int`): tokens that a path may have at most.
+            pace ([`Pace`]): says how much is drafted.
+            guess ([`Guess`], *optional*): a path of at most `max_depth` tokens that a dynamic tree takes in.
+            drafts (`bool`, *optional*, defaults to `True`): `False` has the round hold the guess alone.
+
+        Returns:
+            The round, whose tree is still to be cut to a size.
+        """
+        root = root.to(self._device)
         tree_round = self._tree.start(max_depth)
         self.passes = 0
         if drafts and self._block_features is not None and max_depth > 0:
             self._draft(tree_round, root, self._block_features, pace)
         if guess is not None and isinstance(tree_round, DynamicRound):
             tree_round.add_path(*guess)
-        return tree_round.finish(root, pace.size)
+        return tree_round
 
     def _draft(self, tree_round: StaticRound | DynamicRound, root: Tensor, predicted: Tensor, pace: Pace) -> None:
         """

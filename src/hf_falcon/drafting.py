@@ -10,7 +10,7 @@ from .candidate_generator import FalconCandidateGenerator
 from .costs import Stopwatch
 from .pace import Pace, RoundTime
 from .retrieval import ContextIndex
-from .tree import DraftTree
+from .tree import DraftTree, DynamicRound, StaticRound
 from .verification import TokenSequence
 
 # Positions that a round adds, or little more.
@@ -53,9 +53,18 @@ class Drafting:
         self._unseen = [features]
         self._time = RoundTime()
 
-    def propose(self, limit: int, share: int = 1) -> DraftTree:
+    def propose(self, limit: int) -> DraftTree:
+        """Drafts the tree of a round; see [`Drafting.draft`]."""
+        return self.draft(limit).finish(self.root, self.pace.size)
+
+    @property
+    def root(self) -> Tensor:
+        """The newest token, where the drafter is."""
+        return self.sequence.root.to(self.generator.drafter.device)
+
+    def draft(self, limit: int, share: int = 1) -> StaticRound | DynamicRound:
         """
-        Drafts the tree of a round.
+        Drafts for a round, whose tree is still to be cut to a size.
 
         Args:
             limit (`int`): tokens that a path may have at most.
@@ -73,9 +82,9 @@ class Drafting:
             seconds = watch.lap() * share
             # Many positions at once, the prompt or what a pause left, are no round's share.
             self._time.commit = seconds if new <= _ROWS_OF_A_ROUND else None
-        tree = generator.propose(self.sequence.root, limit, pace, guess, drafts)
+        tree_round = generator.draft(self.root, limit, pace, guess, drafts)
         self._time.drafting, self._time.passes = watch.lap() * share, generator.passes if drafts else None
-        return tree
+        return tree_round
 
     def learn(
         self, tree: DraftTree, path: Tensor, accepted: int, features: Tensor, seconds: float, nodes: int | None = None

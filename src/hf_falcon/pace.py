@@ -181,7 +181,11 @@ class Pace:
 
     def size(self, best: Tensor) -> int:
         """How many of the best nodes to verify; see `another_pass`."""
-        return best.shape[0]
+        return int(self.worth(best).argmax())
+
+    def worth(self, best: Tensor) -> Tensor:
+        """What it is worth to verify the best 0, 1, 2, ... nodes, of shape `(count + 1,)`: here, all of them."""
+        return torch.arange(best.shape[0] + 1, device=best.device)
 
     def observe(self, tree: DraftTree, path: Tensor, emitted: list[int], accepted: int, time: RoundTime) -> None:
         """
@@ -248,7 +252,7 @@ class AdaptivePace(Pace):
         if branches.log_probs is None:
             return True
         known = self._experience
-        continued, worth = torch.stack((branches.log_probs.exp().sum(), self._worth(best).max())).tolist()
+        continued, worth = torch.stack((branches.log_probs.exp().sum(), self.worth(best).max())).tolist()
         if self._before is not None:
             gained = (worth - self._before[0]) / max(self._before[1], 1e-6)
             known.pass_worth += _NEW * (min(gained, 1.0) - known.pass_worth)
@@ -256,9 +260,10 @@ class AdaptivePace(Pace):
         # Where the guess is right a pass adds nothing to it.
         return continued * known.pass_worth * (1.0 - self._guess.first) > known.rate * self._costs.draft_pass
 
-    def size(self, best: Tensor) -> int:
-        """See [`Pace.size`]."""
-        return int(self._worth(best).argmax())
+    def worth(self, best: Tensor) -> Tensor:
+        """See [`Pace.worth`]: the tokens that are to be expected beyond the root's own, less what they cost."""
+        tokens = torch.nn.functional.pad(best.exp().cumsum(dim=0), (1, 0))
+        return tokens - self._experience.rate * self._target_costs[: tokens.shape[0]]
 
     def observe(self, tree: DraftTree, path: Tensor, emitted: list[int], accepted: int, time: RoundTime) -> None:
         """See [`Pace.observe`]."""
@@ -279,11 +284,6 @@ class AdaptivePace(Pace):
         # Text that the context foretells is fast, and no measure of how fast new text may become.
         if self._guess.first < _LIKELY:
             known.rate = max(1.0, known.rate + _NEW_RATE * (len(emitted) - known.rate * cost))
-
-    def _worth(self, best: Tensor) -> Tensor:
-        """What the tree of the best 0, 1, 2, ... nodes is worth beyond the root's own token."""
-        tokens = torch.nn.functional.pad(best.exp().cumsum(dim=0), (1, 0))
-        return tokens - self._experience.rate * self._target_costs[: tokens.shape[0]]
 
     def _observe_probabilities(self, tree: DraftTree, path: Tensor, accepted: int) -> None:
         """Compares, at each node that was right, the probability of all its children with what became of them."""

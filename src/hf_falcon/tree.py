@@ -287,6 +287,8 @@ class DynamicRound:
 
     def best(self) -> Tensor:
         """Log-probabilities of the most probable nodes so far, in descending order: `num_nodes` at most."""
+        if not self._scores:
+            return torch.empty(0)
         scores = torch.cat(self._scores)
         return scores.topk(min(self._tree.num_nodes, scores.shape[0])).values
 
