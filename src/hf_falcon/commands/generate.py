@@ -115,6 +115,11 @@ class Reply:
         return self._writer.text
 
     @property
+    def tokens(self) -> int:
+        """Tokens so far, special ones among them."""
+        return self._writer.tokens
+
+    @property
     def gain(self) -> str:
         """The speed and the acceptance so far, in words."""
         tokens, drafted = self._writer.tokens, self._writer.drafted
