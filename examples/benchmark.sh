@@ -6,7 +6,7 @@
 # Each line of the file is {"turns": ["a prompt"]}. OPTIONS replaces any option of `hf-falcon bench` below.
 #
 # Hardware: two CPU cores, or one GPU.
-# Minutes: 5 for the demo's models on two CPU cores.
+# Minutes: 3 for the demo's models on two CPU cores.
 # Expected: a table of speed-ups in which all texts of float32 are identical, and a report with a picture in
 # runs/benchmark. With the demo's models `falcon` is above 1 and has the highest speed-up.
 set -euo pipefail

@@ -348,6 +348,15 @@ def test_other_addresses_of_the_server(served):
     assert response.headers["Content-Type"].startswith("text/html") and "<script>" in content
 
 
+def test_serve_from_the_command_line(models, monkeypatch, capsys):
+    script = example("serve")
+    models(script)
+    monkeypatch.setattr(script.Server, "serve_forever", lambda self: None)
+    monkeypatch.setattr("sys.argv", ["serve.py", "--port", "0"])
+    script.main()
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+\n", capsys.readouterr().out)
+
+
 def test_a_client_that_leaves_ends_its_answer(served):
     server, ask = served
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
