@@ -1,8 +1,12 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """Pipelines with a drafter write what they write without one."""
 
+import importlib
+import sys
+
 import pytest
 import torch
+import transformers
 from tiny_models import tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, TextStreamer, pipeline
 from transformers.pipelines import base
@@ -116,7 +120,23 @@ def test_other_assistants_are_left_alone(saved, tmp_path, rounds):
         write(saved, TEXT, drafter=other)
 
 
-def test_installed_once():
-    found = base.load_assistant_model
-    hf_falcon.install_in_pipelines()
-    assert base.load_assistant_model is found and not hasattr(found.__wrapped__, "__wrapped__")
+@pytest.mark.parametrize("first", ["hf_falcon", "pipelines"])
+def test_it_does_not_matter_what_is_imported_first(monkeypatch, first):
+    stock = base.load_assistant_model.__wrapped__
+    assert not hasattr(stock, "_is_falcon_hook")
+    if first == "hf_falcon":
+        monkeypatch.delitem(sys.modules, base.__name__)
+        # An import sets it, too.
+        monkeypatch.setattr(transformers.pipelines, "base", base)
+        hf_falcon.install_in_pipelines()
+        hf_falcon.install_in_pipelines()
+        module = importlib.import_module(base.__name__)
+        assert module is not base
+    else:
+        monkeypatch.setattr(base, "load_assistant_model", stock)
+        hf_falcon.install_in_pipelines()
+        hf_falcon.install_in_pipelines()
+        module = base
+    found = module.load_assistant_model
+    assert hasattr(found, "_is_falcon_hook") and not hasattr(found.__wrapped__, "_is_falcon_hook")
+    assert all(type(finder).__module__ != "hf_falcon.pipelines" for finder in sys.meta_path)

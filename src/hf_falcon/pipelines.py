@@ -4,13 +4,18 @@
 from __future__ import annotations
 
 import functools
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, PathFinder
+from types import ModuleType
 from typing import Any
 
 from transformers import AutoConfig, PreTrainedModel
-from transformers.pipelines import base
 
 from .configuration_falcon_draft import FalconDraftConfig
 from .modeling_falcon_draft import FalconDraftModel
+
+_MODULE = "transformers.pipelines.base"
 
 
 def install_in_pipelines() -> None:
@@ -21,9 +26,39 @@ def install_in_pipelines() -> None:
 
     A drafter by name is loaded in the target's dtype and on its device, with the token of the environment or of the
     login: transformers does not hand on what a pipeline is given of `token` and `revision`, which are the target's.
+
+    Where transformers' pipelines are not imported yet, this happens when they are: they bring libraries for images
+    and sound, which `import hf_falcon` shall not wait for.
     """
-    stock = base.load_assistant_model
-    if hasattr(stock, "_is_falcon_hook"):
+    if _MODULE in sys.modules:
+        _wrap(sys.modules[_MODULE])
+    elif not any(isinstance(finder, _WrapsWhenImported) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WrapsWhenImported())
+
+
+class _WrapsWhenImported:
+    """Finds one module as Python itself does, and wraps its function once it has run."""
+
+    def find_spec(self, name: str, path: Sequence[str] | None, module: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = PathFinder.find_spec(name, path, module)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def run_and_wrap(module: ModuleType) -> None:
+                run(module)
+                _wrap(module)
+
+            spec.loader.exec_module = run_and_wrap  # type: ignore[method-assign]
+        return spec
+
+
+def _wrap(pipelines: ModuleType) -> None:
+    stock = getattr(pipelines, "load_assistant_model", None)
+    # Another version of transformers may have none: then its pipelines stay as they are.
+    if stock is None or hasattr(stock, "_is_falcon_hook"):
         return
 
     @functools.wraps(stock)
@@ -38,4 +73,4 @@ def install_in_pipelines() -> None:
         return stock(model, assistant_model, assistant_tokenizer)
 
     load_assistant_model._is_falcon_hook = True  # type: ignore[attr-defined]
-    base.load_assistant_model = load_assistant_model
+    pipelines.load_assistant_model = load_assistant_model  # type: ignore[attr-defined]
