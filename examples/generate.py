@@ -6,7 +6,7 @@ Generates one answer with a drafter, and says what the drafter gained.
 
 Hardware: two CPU cores, after `make setup` (the target comes in a wheel, the drafter in hub_cards/).
 Minutes: under one.
-Expected: an answer as it is written, then some 1 draft token accepted a round.
+Expected: an answer as it is written, then about one draft token accepted a round.
 
 With models of your own, replace the two loads by transformers' `from_pretrained`:
 

@@ -14,7 +14,7 @@
 #
 # Hardware: eight GPUs of one machine. Seen on CPU processes only, not yet on GPUs.
 # Minutes: what `hf-falcon train --plan` says with the same arguments.
-# Expected: a drafter in runs/many/drafter; training.png there shows its loss falling and tau growing.
+# Expected: a drafter in runs/many/drafter; training.png there shows its loss falling.
 set -euo pipefail
 out=${1:?the folder of the run}
 target=${2:?a target}

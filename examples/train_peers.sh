@@ -7,8 +7,8 @@
 #         --eagle_like runs/peers/eagle_like --medusa_like runs/peers/medusa_like
 #
 # The token files hold the target's own responses (`hf-falcon prepare`, see train_a_drafter.sh). However it ends, the
-# same command goes on from the last checkpoint. OPTIONS replaces any option below; a rehearsal of two steps, with a small
-# token file:
+# same command goes on from the last checkpoint. OPTIONS replaces any option below; a rehearsal of two steps, with a
+# small token file:
 #
 #     OPTIONS="--max_steps 2 --per_device_train_batch_size 2" \
 #         bash examples/train_peers.sh runs/rehearsal few_tokens.safetensors
