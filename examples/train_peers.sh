@@ -6,13 +6,15 @@
 #     hf-falcon bench --data mt_bench humaneval gsm8k --methods plain,eagle_like,medusa_like,falcon \
 #         --eagle_like runs/peers/eagle_like --medusa_like runs/peers/medusa_like
 #
-# The token files hold the target's own responses (`hf-falcon prepare`, see train_a_drafter.sh). On one CPU thread some
-# 45 minutes each, and 1.2 kB of the disk a token for the target's features, which both share; however it ends, the same
-# command goes on from the last checkpoint. OPTIONS replaces any option below; a rehearsal of two steps, with a small
-# token file:
+# The token files hold the target's own responses (`hf-falcon prepare`, see train_a_drafter.sh). However it ends, the
+# same command goes on from the last checkpoint. OPTIONS replaces any option below; a rehearsal of two steps, with a
+# small token file:
 #
 #     OPTIONS="--max_steps 2 --per_device_train_batch_size 2" \
 #         bash examples/train_peers.sh runs/rehearsal few_tokens.safetensors
+# Hardware: one CPU thread, and 1.2 kB of the disk a token for the target's features, which both share.
+# Minutes: some 45 each.
+# Expected: two drafters in runs/peers; the README's benchmark has their tau.
 set -euo pipefail
 out=${1:?the folder of the run}
 data=("${@:2}")

@@ -2,19 +2,35 @@
 """The example scripts, on a tiny target."""
 
 import contextlib
+import http.client
 import importlib.util
 import io
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from hub_server import TOKEN, running_hub
 from safetensors.torch import load_file
 from tiny_models import VOCAB, prompt, tiny_drafter, tiny_target, tiny_tokenizer
+from transformers import AutoTokenizer
 
+import hf_falcon
+from hf_falcon.commands import generate
 from hf_falcon.commands import main as entry
+from hf_falcon.commands.models import encode
 from hf_falcon.training.token_file import TokenFile
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role[0] }}{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a{% endif %}"
+)
 
 
 def example(name):
@@ -34,7 +50,366 @@ def workplace(tmp_path_factory):
     samples = [prompt(12 + seed % 7, seed)[0] for seed in range(40)]
     TokenFile.from_samples(samples, [4] * 40, [0.0] * 40, VOCAB).save(folder / "tokens.safetensors")
     (folder / "prompts.jsonl").write_text('{"turns": ["Why?"]}\n')
+    dialogues = [{"messages": [{"role": "user", "content": f"abc{i}"}]} for i in range(12)]
+    (folder / "dialogues.jsonl").write_text("".join(json.dumps(dialogue) + "\n" for dialogue in dialogues))
+    shutil.copytree(folder / "target", folder / "chat")
+    (folder / "chat" / "chat_template.jinja").write_text(TEMPLATE)
+    tiny_drafter(tiny_target("llama")).save_pretrained(folder / "drafter")
     return folder
+
+
+@pytest.fixture
+def models(workplace, monkeypatch):
+    """A function that has an example use the tiny models."""
+
+    def give(script):
+        drafter = tiny_drafter(tiny_target("llama"))
+        monkeypatch.setattr(script, "load_target", lambda *_: (tiny_target("llama"), chat_tokenizer()))
+        monkeypatch.setattr(script, "load_drafter", lambda *_: drafter)
+        return tiny_target("llama"), chat_tokenizer(), drafter
+
+    def chat_tokenizer():
+        return AutoTokenizer.from_pretrained(workplace / "chat")
+
+    return give
+
+
+def run_recorded(script, words, folder, **environment):
+    """Runs a shell script with an `hf-falcon` that does nothing. Returns its commands, and what it printed."""
+    record, stub = folder / "record", folder / "bin" / "hf-falcon"
+    stub.parent.mkdir(exist_ok=True)
+    stub.write_text('#!/bin/sh\nprintf "%s\\n" "$@" "" >> "$RECORD"\n')
+    stub.chmod(0o755)
+    record.write_text("")
+    path = os.pathsep.join((str(stub.parent), str(Path(sys.executable).parent), os.environ["PATH"]))
+    result = subprocess.run(
+        ["bash", EXAMPLES / script, *words],
+        cwd=folder,
+        env={**os.environ, "PATH": path, "RECORD": str(record), **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [block.split("\n") for block in record.read_text().split("\n\n")[:-1]], result.stdout
+
+
+def test_every_example_of_the_readme_says_what_it_needs():
+    rows = re.findall(r"^\| \[`examples/(\S+)`\]\(examples/\1\) \|", (EXAMPLES.parent / "README.md").read_text(), re.M)
+    assert {"generate.py", "pipeline.py", "chat.py", "serve.py", "push.py", "benchmark.sh"} < set(rows)
+    for name in rows:
+        text = (EXAMPLES / name).read_text()
+        program = "python" if name.endswith(".py") else "bash"
+        assert f"    {program} examples/{name}" in text, name
+        for word in ("Hardware: ", "Minutes: ", "Expected: "):
+            assert len(re.findall(rf"^(?:# )?{word}\w", text, re.M)) == 1, (name, word)
+
+
+def test_generate(models, monkeypatch, capsys):
+    script = example("generate")
+    target, tokenizer, _ = models(script)
+    monkeypatch.setattr("sys.argv", ["generate.py", "abc"])
+    script.main()
+    printed = capsys.readouterr().out.splitlines()
+    reply = generate.Reply(target, None, tokenizer, lambda text: None)
+    reply.run(encode(tokenizer, "abc", target.device), {"max_new_tokens": 128, "do_sample": False})
+    assert printed[0] == reply.text
+    assert printed[-1].startswith("128 tokens in ")
+
+
+def test_pipeline(workplace, monkeypatch, capsys):
+    script = example("pipeline")
+    monkeypatch.setattr(script, "converted_target", lambda: workplace / "chat")
+    monkeypatch.setattr(script, "shipped_drafter", lambda: str(workplace / "drafter"))
+    monkeypatch.setattr("sys.argv", ["pipeline.py", "abc"])
+    script.main()
+    first, second, same, _, text = capsys.readouterr().out.splitlines()
+    assert first.startswith("plain: ") and second.startswith("drafted: ") and text
+    assert same == "the same text: True"
+
+
+@pytest.mark.parametrize("rewrites", [False, True], ids=["cache is kept", "template rewrites replies"])
+def test_chat(models, monkeypatch, capsys, rewrites):
+    script = example("chat")
+    target, tokenizer, drafter = models(script)
+    monkeypatch.setattr(script, "load_target", lambda: (target, tokenizer))
+    if rewrites:
+        tokenizer.chat_template = tokenizer.chat_template.replace("{{ m.content }}", "{{ m.content[:9] }}")
+    # One of the tokens that a random target writes is special.
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, skip_special_tokens: decode(ids))
+    given, ask = [], target.generate
+
+    def spy(**kwargs):
+        held = 0 if kwargs["past_key_values"] is None else kwargs["past_key_values"].get_seq_length()
+        given.append((kwargs["input_ids"], held))
+        return ask(**{**kwargs, "max_new_tokens": 24})
+
+    monkeypatch.setattr(target, "generate", spy)
+    monkeypatch.setattr("sys.argv", ["chat.py", "abc", "def", "ghi"])
+    script.main()
+    printed = capsys.readouterr().out.split("\n\n")
+    monkeypatch.setattr(target, "generate", ask)
+    assert len(given) == 3 and given[0][1] == 0
+    for turn, (ids, held) in enumerate(given):
+        # All but the last token of the turn before it, and the whole conversation where that does not serve.
+        assert turn == 0 or held == (0 if rewrites else given[turn - 1][0].shape[1] + 23)
+        plain = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+        plain = plain[0, ids.shape[1] :]
+        assert printed[turn].splitlines()[1] == decode(plain)
+
+
+@pytest.mark.slow
+def test_push(workplace, tmp_path):
+    with running_hub() as hub:
+        environment = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path)}
+        environment |= {"PYTHONPATH": str(Path(hf_falcon.__file__).parents[1]), "HF_HUB_DISABLE_XET": "1"}
+        result = subprocess.run(
+            [sys.executable, EXAMPLES / "push.py", workplace / "drafter", "tester/mine"],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+        )
+    assert result.returncode == 0, result.stderr[-4000:]
+    address, last = result.stdout.splitlines()
+    assert address.startswith(f"{hub.endpoint}/tester/mine/commit/") and last == "loaded from the Hub"
+    assert hub.repositories["tester/mine"].private and "decoding.py" in hub.repositories["tester/mine"].files()
+
+
+def test_benchmark(workplace, tmp_path, monkeypatch, capsys):
+    names = [str(workplace / name) for name in ("prompts.jsonl", "target", "drafter")]
+    commands, _ = run_recorded("benchmark.sh", names, tmp_path, OPTIONS="--max_new_tokens 8")
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        assert entry.main(command) == 0
+    rows = re.findall(r"^(plain|prompt_lookup|falcon_static|falcon) ", capsys.readouterr().out, re.M)
+    assert rows == ["plain", "prompt_lookup", "falcon_static", "falcon"]
+    assert (tmp_path / "runs" / "benchmark" / "report.md").is_file() and len(commands) == 1
+
+
+SMALL = ["--draft_vocab_size", "40", "--eval_samples", "2", "--bf16", "false", "--use_cpu", "--final_tau_prompts", "0"]
+SMALL += ["--target_dtype", "float32", "--per_device_train_batch_size", "2"]
+
+
+def test_train_a_drafter(workplace, tmp_path, monkeypatch, capsys):
+    commands, _ = run_recorded("train_a_drafter.sh", ["out", str(workplace / "target")], tmp_path)
+    assert [command[0] for command in commands] == ["prepare", "train", "evaluate"]
+    commands[0][commands[0].index("sharegpt")] = str(workplace / "dialogues.jsonl")
+    commands[0] += ["--max_new_tokens", "12", "--max_prompt_tokens", "64"]
+    commands[1] += [*SMALL, "--max_steps", "3"]
+    commands[2] += ["--max_new_tokens", "8", "--dtype", "float32"]
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        assert entry.main(command) == 0
+    assert "2/2" in capsys.readouterr().out.splitlines()[-1]
+
+
+@pytest.mark.slow
+def test_train_on_gpu(workplace, tmp_path, monkeypatch):
+    words = ["out", str(workplace / "tokens.safetensors")]
+    options = " ".join([*SMALL, "--target", str(workplace / "target")])
+    monkeypatch.chdir(tmp_path)
+    for stage in ("first", "second"):
+        commands, printed = run_recorded(
+            "train_on_gpu.sh", words, tmp_path, FIRST_STEPS="2", SECOND_STEPS="2", OPTIONS=options, ONE_PIECE="1"
+        )
+        assert printed == f"A piece of out/{stage} is done: run the same command again.\n"
+        (command,) = commands
+        assert entry.main(command) == 0
+    commands, printed = run_recorded("train_on_gpu.sh", words, tmp_path, FIRST_STEPS="2", SECOND_STEPS="2")
+    assert commands == [] and printed == "The drafter is done: out/second\n"
+
+
+@pytest.mark.slow
+def test_train_peers(workplace, tmp_path, monkeypatch):
+    words = ["out", str(workplace / "tokens.safetensors")]
+    options = " ".join([*SMALL, "--target", str(workplace / "target"), "--max_steps", "2"])
+    commands, _ = run_recorded("train_peers.sh", words, tmp_path, OPTIONS=options)
+    monkeypatch.chdir(tmp_path)
+    for command in commands:
+        assert entry.main(command) == 0
+    assert all((tmp_path / "out" / name / "model.safetensors").is_file() for name in ("eagle_like", "medusa_like"))
+
+
+def test_train_on_many_gpus_in_one_process(workplace, tmp_path, monkeypatch):
+    words = [str(tmp_path / "out"), str(workplace / "target"), str(workplace / "dialogues.jsonl")]
+    commands, _ = run_recorded("train_on_many_gpus.sh", words, tmp_path, LAUNCH="hf-falcon")
+    assert [command[:3] for command in commands] == [["-m", "hf_falcon", "prepare"], ["-m", "hf_falcon", "train"]]
+    assert entry.main([*commands[0][2:], "--max_new_tokens", "12", "--max_prompt_tokens", "64"]) == 0
+    assert entry.main([*commands[1][2:], *SMALL, "--max_steps", "2"]) == 0
+    assert (tmp_path / "out" / "drafter" / "model.safetensors").is_file()
+
+
+def test_accelerate_reads_the_configuration():
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    found = load_config_from_file(str(EXAMPLES / "accelerate_8_gpus.yaml"))
+    assert found.distributed_type == "MULTI_GPU" and found.num_processes == 8 and found.mixed_precision == "bf16"
+
+
+@pytest.mark.slow
+def test_train_on_many_gpus_in_two_processes(workplace, tmp_path):
+    words = [str(tmp_path / "out"), str(workplace / "target"), str(workplace / "dialogues.jsonl")]
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    environment = {"PATH": path, "PYTHONPATH": str(Path(hf_falcon.__file__).parents[1])}
+    environment |= {
+        "LAUNCH": "torchrun --standalone --nproc_per_node 2",
+        "PREPARE_OPTIONS": "--max_new_tokens 12 --max_prompt_tokens 64",
+    }
+    environment["TRAIN_OPTIONS"] = " ".join([*SMALL, "--max_steps", "2"])
+    subprocess.run(
+        ["bash", EXAMPLES / "train_on_many_gpus.sh", *words],
+        env={**os.environ, **environment},
+        check=True,
+        timeout=600,
+    )
+    state = json.loads((tmp_path / "out" / "drafter" / "trainer_state.json").read_text())
+    assert state["global_step"] == 2
+    hf_falcon.FalconDraftModel.from_pretrained(tmp_path / "out" / "drafter")
+
+
+@pytest.fixture
+def served(models):
+    """The server of the example with tiny models, and a function that asks it."""
+    script = example("serve")
+    server = script.Server(("127.0.0.1", 0), *models(script))
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+
+    def ask(method, path, body=None):
+        connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+        connection.request(method, path, body if isinstance(body, str | None) else json.dumps(body))
+        response = connection.getresponse()
+        content = response.read().decode()
+        connection.close()
+        return response, content
+
+    yield server, ask
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+CHAT = [{"role": "user", "content": "abc"}]
+
+
+@pytest.mark.parametrize("options", [{"max_tokens": 30}, {"max_tokens": 30, "temperature": 0.9, "seed": 3}], ids=str)
+def test_served_answers_are_plain_decodings(served, options):
+    server, ask = served
+    inputs = encode(server.tokenizer, "abc", server.target.device)
+    length = inputs["input_ids"].shape[1]
+    sampling = {"temperature": 0.9, "top_p": 1.0} if "seed" in options else {}
+    torch.manual_seed(3)
+    tokens = server.target.generate(**inputs, max_new_tokens=30, do_sample=bool(sampling), **sampling)
+    text = server.tokenizer.decode(tokens[0, length:], skip_special_tokens=True)
+    for model in ("plain", "drafted"):
+        body = {"model": model, "messages": CHAT, **options}
+        response, content = ask("POST", "/v1/chat/completions", body)
+        answer = json.loads(content)
+        assert response.status == 200 and answer["object"] == "chat.completion" and answer["model"] == model
+        assert answer["choices"] == [
+            {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "length"}
+        ]
+        assert answer["usage"] == {"prompt_tokens": length, "completion_tokens": 30, "total_tokens": length + 30}
+        assert ("tau" in answer["gain"]) == (model == "drafted")
+
+        response, content = ask("POST", "/v1/chat/completions", {**body, "stream": True})
+        assert response.headers["Content-Type"] == "text/event-stream"
+        *events, done, rest = content.split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        chunks = [json.loads(event.removeprefix("data: ")) for event in events]
+        assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"} and len(chunks) > 30
+        assert len({chunk["id"] for chunk in chunks}) == 1
+        choices = [chunk["choices"][0] for chunk in chunks]
+        assert "".join(choice["delta"].get("content", "") for choice in choices) == text
+        assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["length"]
+
+
+@pytest.mark.parametrize(
+    "body, part",
+    [
+        ("no json", "JSONDecodeError"),
+        ("[]", "AttributeError"),
+        ({"model": "gpt", "messages": CHAT}, "`model` is 'gpt': choose one of plain, drafted."),
+        ({}, "'messages'"),
+        ({"messages": CHAT, "max_tokens": -1}, "`max_tokens` is -1"),
+        ({"messages": CHAT, "temperature": "hot"}, "could not convert"),
+    ],
+)
+def test_wrong_requests_are_refused(served, body, part):
+    response, content = served[1]("POST", "/v1/chat/completions", body)
+    assert response.status == 400 and part in json.loads(content)["error"]["message"]
+
+
+def test_other_addresses_of_the_server(served):
+    _, ask = served
+    assert [model["id"] for model in json.loads(ask("GET", "/v1/models")[1])["data"]] == ["plain", "drafted"]
+    assert [ask(*words)[0].status for words in (("GET", "/x"), ("POST", "/x", "{}"))] == [404, 404]
+    response, content = ask("GET", "/?prompt=abc")
+    assert response.headers["Content-Type"].startswith("text/html") and "<script>" in content
+
+
+def test_serve_from_the_command_line(models, monkeypatch, capsys):
+    script = example("serve")
+    models(script)
+    monkeypatch.setattr(script.Server, "serve_forever", lambda self: None)
+    monkeypatch.setattr("sys.argv", ["serve.py", "--port", "0"])
+    script.main()
+    assert re.fullmatch(r"http://127\.0\.0\.1:\d+\n", capsys.readouterr().out)
+
+
+def test_a_client_that_leaves_ends_its_answer(served):
+    server, ask = served
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=60)
+    body = {"messages": CHAT, "stream": True, "max_tokens": 100000}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body))
+    response = connection.getresponse()
+    response.read(10)
+    response.close()
+    connection.close()
+    assert ask("POST", "/v1/chat/completions", {"messages": CHAT, "max_tokens": 4})[0].status == 200
+
+
+# What the page's script needs of a browser, beside what Node has.
+BROWSER = """
+const elements = {}, base = process.argv[2], real = fetch;
+globalThis.document = {getElementById: id => elements[id] ??= {textContent: "", value: "",
+  requestSubmit() { this.onsubmit({preventDefault() {}}).then(() => console.log(JSON.stringify(elements))) }}};
+globalThis.location = {search: "?prompt=abc"};
+globalThis.fetch = (path, options) => real(base + path, options);
+"""
+
+
+@pytest.mark.skipif(shutil.which("node") is None, reason="needs Node")
+def test_the_page_shows_both_answers(served, tmp_path):
+    server, ask = served
+    page = ask("GET", "/")[1]
+    (tmp_path / "page.js").write_text(BROWSER + re.search(r"<script>(.*)</script>", page, re.S)[1])
+    base = f"http://127.0.0.1:{server.server_port}"
+    result = subprocess.run(["node", tmp_path / "page.js", base], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
+    found = {name: element["textContent"] for name, element in json.loads(result.stdout).items()}
+    answer = json.loads(ask("POST", "/v1/chat/completions", {"messages": CHAT, "max_tokens": 128})[1])
+    assert found["plain"] == found["drafted"] == answer["choices"][0]["message"]["content"]
+    assert found["plain-gain"].startswith("128 tokens, ") and ", tau " in found["drafted-gain"]
+    # Every place that the script writes to is there.
+    assert all(f'id="{name}"' in page for name in found)
+
+
+BROWSERS = [name for name in ("chromium", "chromium-browser", "google-chrome") if shutil.which(name)]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not BROWSERS, reason="needs Chromium")
+def test_the_page_in_a_browser(served, tmp_path):
+    server, _ = served
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
+    address = f"http://127.0.0.1:{server.server_port}/?prompt=abc"
+    # Its time stands still while an answer is under way.
+    result = subprocess.run(
+        [BROWSERS[0], *options, "--virtual-time-budget=60000", address], capture_output=True, text=True, timeout=120
+    )
+    plain, drafted = (re.search(rf'<p id="{name}">(.+?)</p>', result.stdout)[1] for name in ("plain", "drafted"))
+    assert plain == drafted and "<title>Answered</title>" in result.stdout
 
 
 def test_compare_recipes(workplace, tmp_path, monkeypatch, capsys):

@@ -34,8 +34,11 @@ def has_statistics(output) -> bool:
 
 def test_import_is_enough():
     code = (
-        "import hf_falcon; from transformers import GenerationMixin; "
-        "assert hasattr(GenerationMixin._assisted_decoding, '_is_falcon_hook')"
+        "import sys, hf_falcon; from transformers import GenerationMixin; "
+        "assert hasattr(GenerationMixin._assisted_decoding, '_is_falcon_hook'); "
+        # Pipelines are waited for, not imported.
+        "assert 'transformers.pipelines' not in sys.modules; from transformers.pipelines import base; "
+        "assert hasattr(base.load_assistant_model, '_is_falcon_hook')"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env={"PYTHONPATH": str(PACKAGE.parent)})
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hub_server import TOKEN, USER, running_hub
-from tiny_models import prompt, tiny_drafter, tiny_target
+from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
 
 import hf_falcon
 from hf_falcon.remote_code import core_files
@@ -52,6 +52,7 @@ def saved(tmp_path_factory):
     folder = tmp_path_factory.mktemp("saved")
     target = tiny_target("llama")
     target.save_pretrained(folder / "target")
+    tiny_tokenizer().save_pretrained(folder / "target")
     tiny_drafter(target, num_assistant_tokens=9).save_pretrained(folder / "drafter")
     return folder
 
@@ -196,6 +197,17 @@ assert HfApi().model_info(NAME).sha == first
 drafter.save_pretrained("local", push_to_hub=True, repo_id=NAME, commit_message="second")
 drafter.push_to_hub(NAME, revision="experiment", commit_message="on a branch")
 drafter.push_to_hub("tester/private", private=True)
+
+# Pipelines take drafters by name, private ones with the token of the environment.
+from transformers import AutoTokenizer, pipeline
+texts = []
+for name in (None, NAME, "tester/private"):
+    tokenizer = AutoTokenizer.from_pretrained(target.name_or_path)
+    write = pipeline("text-generation", model=target, tokenizer=tokenizer, assistant_model=name)
+    torch.manual_seed(0)
+    texts.append(write("abcabc", max_new_tokens=24))
+    assert name is None or type(write.assistant_model) is hf_falcon.FalconDraftModel
+assert texts[0] == texts[1] == texts[2]
 print(first)
 """
 

@@ -2,8 +2,11 @@
 """The model card, and the commands `push`, `info`, `generate` and `chat`."""
 
 import builtins
+import io
+import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -68,7 +71,7 @@ def test_card_of_a_trained_drafter(trained):
     assert found == {"tau": 1.2345, "alpha": 0.5} and data.model_name == "my-drafter"
     for text in ("tau 1.23:", "50.0 %", "2,800 steps", "1,234,567 tokens", "8,192 tokens", "2 LSTM layers"):
         assert text in card.text, text
-    assert 'custom_generate="me/my-drafter"' in card.text
+    assert 'custom_generate="me/my-drafter"' in card.text and 'assistant_model="me/my-drafter"' in card.text
     assert "{{" not in card.content and "{%" not in card.content
 
 
@@ -204,8 +207,10 @@ def test_chat(saved, capsys, monkeypatch):
     assert [len(conversation) for conversation in seen] == [2, 4, 6] and seen[2] == messages[:6]
     replies = [message["content"] for message in messages[2::2]]
     assert 0 < len(replies[1]) < 12 and all(replies)
-    errors = capsys.readouterr().err
-    assert errors.count("tokens/s, tau") == 2 and errors.count("[stopped]") == 1
+    captured = capsys.readouterr()
+    assert captured.err.count("tokens/s, tau") == 3 and captured.err.count("[stopped: 2 tokens, ") == 1
+    # Where stdout is kept, it gets the text and nothing else.
+    assert captured.out.split() == replies
     # No hook of the stopped reply is left in the target.
     assert not target.get_decoder()._forward_hooks
 
@@ -223,3 +228,98 @@ def test_chat_needs_a_template(saved, capsys, monkeypatch):
     monkeypatch.setattr(tokenizer, "chat_template", None)
     with pytest.raises(ValueError, match="no chat template"):
         chat.converse(target, tokenizer, drafter, arguments)
+
+
+class Screen(io.StringIO):
+    """A terminal of some lines and columns that knows what text and the status line need."""
+
+    def __init__(self, lines, columns):
+        super().__init__()
+        self.lines, self.columns = lines, columns
+        self.rows = [[" "] * columns for _ in range(lines)]
+        self.row, self.column, self.top, self.bottom = lines - 3, 0, 0, lines - 1
+        self.saved = None
+        self.gone = ""
+
+    def isatty(self):
+        return True
+
+    def fileno(self):
+        return 1
+
+    def write(self, written):
+        for sequence, code, character in re.findall(r"\x1b([78]|\[[\d;]*([A-Za-z]))|([^\x1b])", written):
+            if character:
+                self.put(character)
+            elif sequence == "7":
+                self.saved = self.row, self.column
+            elif sequence == "8":
+                self.row, self.column = self.saved
+            else:
+                numbers = [int(number) for number in sequence[1:-1].split(";") if number]
+                if code == "r":
+                    first, last = numbers or (1, self.lines)
+                    self.top, self.bottom, self.row, self.column = first - 1, last - 1, 0, 0
+                elif code == "H":
+                    self.row, self.column = (number - 1 for number in numbers)
+                elif code == "A":
+                    self.row -= numbers[0]
+                else:
+                    assert sequence == "[2K"
+                    self.rows[self.row] = [" "] * self.columns
+
+    def put(self, character):
+        # The cursor waits behind the last column until something follows.
+        if character == "\n" or self.column == self.columns:
+            self.column = 0
+            if self.row == self.bottom:
+                self.rows.insert(self.bottom + 1, [" "] * self.columns)
+                self.gone += "".join(self.rows.pop(self.top))
+            else:
+                self.row = min(self.row + 1, self.lines - 1)
+        if character != "\n":
+            self.rows[self.row][self.column] = character
+            self.column += 1
+
+    def shown(self):
+        return ["".join(row).rstrip() for row in self.rows]
+
+
+def test_chat_on_a_terminal(saved, monkeypatch):
+    """While a reply scrolls by, the last line says what was gained so far; then the text is there alone."""
+    screen, errors, lasts = Screen(lines=6, columns=70), io.StringIO(), []
+    clock, typed = itertools.count(), iter(["abc", "/exit"])
+    monkeypatch.setattr(sys, "stdout", screen)
+    monkeypatch.setattr(sys, "stderr", errors)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(os, "get_terminal_size", lambda fileno: (screen.columns, screen.lines))
+    monkeypatch.setattr(chat.time, "perf_counter", lambda: float(next(clock)))
+    monkeypatch.setattr(builtins, "input", lambda prompt: next(typed))
+    put = generate._Writer.put
+
+    def put_and_look(self, value):
+        put(self, value)
+        lasts.append(screen.shown()[-1])
+
+    monkeypatch.setattr(generate._Writer, "put", put_and_look)
+    arguments = chat.ChatArguments(
+        target=str(saved / "target"), drafter=str(saved / "drafter"), dtype="float32", max_new_tokens=190
+    )
+    target, tokenizer, drafter = arguments.load()
+    decode = tokenizer.decode
+    # A streamer waits for spaces.
+    words = {letter: " " if letter < "h" else "\n" for letter in "abcdefghi"}
+    monkeypatch.setattr(tokenizer, "decode", lambda *a, **k: decode(*a, **k).translate(str.maketrans(words)))
+    messages = chat.converse(target, tokenizer, drafter, arguments)
+    assert len(lasts) == 191 and not lasts[0]
+    status = re.compile(r"(\d+) tokens, [\d.]+ tokens/s, tau \d+\.\d\d, ")
+    counts = [int(status.match(line)[1]) for line in lasts[1:]]
+    assert counts == list(range(1, 191))
+    assert (screen.top, screen.bottom) == (0, screen.lines - 1) and not any(map(status.match, screen.shown()))
+    found = "".join((screen.gone + "".join(screen.shown())).split())
+    assert found.endswith("".join(messages[-1]["content"].split()))
+    # It scrolled while the status was shown.
+    assert any(lasts) and len(messages[-1]["content"].split()) > screen.lines
+    # What was counted on the way is what decoding says in the end.
+    words = re.fullmatch(r"\[190 tokens, .* (tau \d\.\d\d, \d+ % of them drafted)\]\n", errors.getvalue())[1]
+    assert lasts[-1].endswith(words) and "tau 0.00" not in words

@@ -9,6 +9,7 @@ from .draft_options import DraftOptions
 from .hook import disable, enable, install
 from .modeling_falcon_draft import FalconDraftModel
 from .packing import pack_weights, packed_weights, unpack_weights
+from .pipelines import install_in_pipelines
 from .statistics import DraftStatistics, FalconGenerateOutput
 from .tree import DraftTree, DynamicTree, StaticTree, static_paths
 
@@ -35,3 +36,4 @@ __all__ = [
 AutoConfig.register(FalconDraftConfig.model_type, FalconDraftConfig, exist_ok=True)
 AutoModel.register(FalconDraftConfig, FalconDraftModel, exist_ok=True)
 install()
+install_in_pipelines()

@@ -1,10 +1,16 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""`hf-falcon chat`: a conversation in the terminal. Ctrl-C stops a reply; an empty line, `exit` or Ctrl-D the chat."""
+"""
+`hf-falcon chat`: a conversation in the terminal, with the speed and the acceptance of each reply while it is written.
+Ctrl-C stops a reply; an empty line, `exit` or Ctrl-D the chat.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
+import time
 from dataclasses import dataclass, field
+from types import TracebackType
 
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -16,6 +22,40 @@ class ChatArguments(DecodingArguments):
     """Arguments of `hf-falcon chat`; `help` describes each."""
 
     system: str | None = field(default=None, metadata={"help": "A system message, before the conversation."})
+
+
+class StatusLine:
+    """
+    Keeps the terminal's last line for a status, while text scrolls above it, as package managers do. Where stdout is
+    no terminal, or one that may not know how, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        self._on = sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+        self._drawn = 0.0
+
+    def __enter__(self) -> StatusLine:
+        # A line below the cursor, which is then not in the last one.
+        self._write("\n\x1b[1A")
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, where: TracebackType | None) -> None:
+        self._write("\x1b7\x1b[r\x1b[{rows};1H\x1b[2K\x1b8")
+
+    def show(self, text: str) -> None:
+        """Draws the status, ten times a second at most."""
+        if time.perf_counter() - self._drawn > 0.1:
+            # Saves the cursor, lets all lines but the last scroll, writes the last, and goes back.
+            self._write("\x1b7\x1b[1;{above}r\x1b[{rows};1H\x1b[2K{text}\x1b8", text)
+            self._drawn = time.perf_counter()
+
+    def _write(self, sequence: str, text: str = "") -> None:
+        if self._on:
+            columns, rows = os.get_terminal_size(sys.stdout.fileno())
+            if rows < 2:
+                return
+            sys.stdout.write(sequence.format(rows=rows, above=rows - 1, text=text[: columns - 1]))
+            sys.stdout.flush()
 
 
 def converse(
@@ -44,21 +84,40 @@ def converse(
         except KeyboardInterrupt:
             # Of a line that is being typed: forget it.
             continue
-        if text in ("", "exit"):
+        if text in ("", "exit", "/exit"):
             break
         messages.append({"role": "user", "content": text})
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        ).to(target.device)
-        reply = Reply(target, drafter, tokenizer, show)
+        text, gain = answer(target, tokenizer, drafter, messages, arguments)
+        messages.append({"role": "assistant", "content": text})
+        show("\n")
+        print(f"[{gain}]", file=sys.stderr)
+    return messages
+
+
+def answer(
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    drafter: PreTrainedModel | None,
+    messages: list[dict[str, str]],
+    arguments: ChatArguments,
+) -> tuple[str, str]:
+    """Writes the reply to a conversation. Returns it, or what there was of it at an interrupt, and what was gained."""
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    ).to(target.device)
+    with StatusLine() as status:
+
+        def write(text: str) -> None:
+            show(text)
+            status.show(reply.gain)
+
+        reply = Reply(target, drafter, tokenizer, write)
         try:
             reply.run(dict(inputs), arguments.options())
         except KeyboardInterrupt:
             reply.stop()
-            reply.gain = "stopped"
-        messages.append({"role": "assistant", "content": reply.text.strip()})
-        print(f"\n[{reply.gain}]", file=sys.stderr)
-    return messages
+            return reply.text.strip(), f"stopped: {reply.gain}"
+    return reply.text.strip(), reply.gain
 
 
 def main(argv: list[str]) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, set_seed
 
+from ..statistics import DraftStatistics
 from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
 
 
@@ -63,11 +64,23 @@ class GenerateArguments(DecodingArguments):
 
 
 class _Writer(TextStreamer):
-    """Hands on each piece of text, and keeps all of it."""
+    """Hands on each piece of text, keeps all of it, and counts tokens; a drafted one needs no forward of its own."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.text, self._write = "", write
+        self.tokens, self.drafted, self._forwards = 0, 0, 0
+
+    def after_forward(self, *_: Any) -> None:
+        """A forward hook of the target."""
+        self._forwards += 1
+
+    def put(self, value: torch.Tensor) -> None:
+        if not self.next_tokens_are_prompt:
+            self.tokens += 1
+            self.drafted += self._forwards == 0
+            self._forwards = 0
+        super().put(value)
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self.text += text
@@ -92,32 +105,54 @@ class Reply:
     ) -> None:
         self._target, self._drafter = target, drafter
         self._writer = _Writer(tokenizer, write)
-        self.gain = ""
+        self._start = time.perf_counter()
+        self._seconds: float | None = None
+        self._statistics: DraftStatistics | None = None
 
     @property
     def text(self) -> str:
         """What was written so far."""
         return self._writer.text
 
+    @property
+    def tokens(self) -> int:
+        """Tokens so far, special ones among them."""
+        return self._writer.tokens
+
+    @property
+    def gain(self) -> str:
+        """The speed and the acceptance so far, in words."""
+        tokens, drafted = self._writer.tokens, self._writer.drafted
+        seconds = self._seconds or time.perf_counter() - self._start
+        speed = f"{tokens} tokens, {tokens / seconds:.1f} tokens/s"
+        if self._drafter is None or (self._seconds is not None and self._statistics is None):
+            return speed
+        # The first token comes with the prompt's forward, which is no round.
+        tau, alpha = drafted / max(1, tokens - drafted - 1), drafted / max(1, tokens)
+        if self._statistics is not None:
+            tau, alpha = self._statistics.tau or 0.0, self._statistics.alpha or 0.0
+        return f"{speed}, tau {tau:.2f}, {100 * alpha:.0f} % of them drafted"
+
     def stop(self) -> None:
         """Writes what an interrupt left unwritten: a streamer holds back the last word until it is whole."""
         self._writer.end()
 
     def run(self, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> None:
-        """Writes the text; `gain` is then its speed and its acceptance, in words."""
-        start = time.perf_counter()
-        output = self._target.generate(
-            **inputs,
-            **options,
-            assistant_model=self._drafter,
-            streamer=self._writer,
-            return_dict_in_generate=True,
-        )
-        tokens = output.sequences.shape[1] - inputs["input_ids"].shape[1]
-        self.gain = f"{tokens} tokens, {tokens / (time.perf_counter() - start):.1f} tokens/s"
-        found = getattr(output, "draft_statistics", None)
-        if found is not None:
-            self.gain += f", tau {found.tau:.2f}, {100 * found.alpha:.0f} % of them drafted"
+        """Writes the text."""
+        self._start = time.perf_counter()
+        hook = self._target.register_forward_hook(self._writer.after_forward)
+        try:
+            output = self._target.generate(
+                **inputs,
+                **options,
+                assistant_model=self._drafter,
+                streamer=self._writer,
+                return_dict_in_generate=True,
+            )
+        finally:
+            hook.remove()
+        self._seconds = time.perf_counter() - self._start
+        self._statistics = getattr(output, "draft_statistics", None)
 
 
 def show(text: str) -> None:
