@@ -15,6 +15,7 @@ from transformers.utils import logging
 from .borrowed_head import was_trained_for
 from .candidate_generator import FalconCandidateGenerator
 from .costs import Circumstances, Costs, Stopwatch, load, measure, save
+from .draft_options import DraftOptions, set_by_call
 from .modeling_falcon_draft import FalconDraftModel
 from .pace import AdaptivePace, Pace, RoundTime, experience_of
 from .retrieval import ContextIndex
@@ -24,6 +25,17 @@ from .verification import TokenSequence, verify
 
 logger = logging.get_logger(__name__)
 
+# Fields of a generation configuration for other ways of assisted decoding, and for caches that can be compiled.
+_OTHER_WAYS = (
+    "assistant_early_exit",
+    "assistant_ensemble_weight",
+    "assistant_lookbehind",
+    "target_lookbehind",
+    "max_matching_ngram_size",
+    "speculation_type",
+    "use_mtp",
+    "compile_config",
+)
 # Positions that a round adds, or little more.
 _ROWS_OF_A_ROUND = 16
 
@@ -47,11 +59,15 @@ def assisted_decoding(
         `torch.LongTensor` of shape `(1, length)`, or with `return_dict_in_generate=True` a [`FalconGenerateOutput`].
 
     Raises:
-        `ValueError`: for `use_cache=False`, as in transformers' own assisted decoding; for a drafter that was made for
-            another target; for drafting options out of range.
+        `ValueError`: for `use_cache=False`, as in transformers' own assisted decoding; for `dola_layers`, which would
+            be ignored; for a drafter that was made for another target; for drafting options out of range.
     """
     if not model_kwargs.get("use_cache", True):
         raise ValueError("`use_cache` is False: decoding with an assistant model needs `use_cache=True`.")
+    if generation_config.dola_layers is not None:
+        raise ValueError(
+            f"`dola_layers` is {generation_config.dola_layers!r}: DoLa takes no assistant model, so leave it out."
+        )
     reason = "`synced_gpus` is set" if synced_gpus else None
     reason = reason or why_no_tree(target, input_ids, generation_config, model_kwargs)
     if reason is not None:
@@ -66,7 +82,11 @@ def assisted_decoding(
             **model_kwargs,
         )
         return FalconGenerateOutput(**output) if isinstance(output, GenerateDecoderOnlyOutput) else output
-    generator = FalconCandidateGenerator(drafter, target)
+    unused = [name for name in _OTHER_WAYS if set_by_call(generation_config, name)]
+    if unused:
+        logger.warning_once(f"{', '.join(f'`{name}`' for name in unused)}: no effect with a Falcon drafter.")
+    options = DraftOptions.from_generation_config(drafter.generation_config, generation_config)
+    generator = FalconCandidateGenerator(drafter, target, options)
     if not was_trained_for(drafter, target):
         logger.warning_once(
             f"The target's weights are not those of {drafter.config.target_name_or_path or 'the model'} that the "
@@ -86,6 +106,8 @@ def assisted_decoding(
         sequences=sequence.input_ids,
         scores=sequence.scores,
         logits=sequence.logits,
+        attentions=run.layer_outputs.attentions,
+        hidden_states=run.layer_outputs.hidden_states,
         past_key_values=cache,
         draft_statistics=statistics.result(sequence.input_ids.shape[1] - sequence.prompt_length),
     )
@@ -113,7 +135,9 @@ def decode(run: TargetRun, generator: FalconCandidateGenerator, sequence: TokenS
         with statistics.measure("drafter"):
             if drafts:
                 new = sum(each.shape[1] for each in unseen)
-                generator.commit(torch.cat(unseen, dim=1), sequence.input_ids[:, -new:], run.length - new)
+                generator.commit(
+                    torch.cat(unseen, dim=1), sequence.input_ids[:, -new:], run.length - new, run.prompt_embeds
+                )
                 unseen = []
                 seconds = watch.lap()
                 # Many rows at once, the prompt or what a pause left, are no round's share.
