@@ -109,7 +109,7 @@ def assisted_decoding(
         attentions=run.layer_outputs.attentions,
         hidden_states=run.layer_outputs.hidden_states,
         past_key_values=cache,
-        draft_statistics=statistics.result(sequence.input_ids.shape[1] - sequence.prompt_length),
+        draft_statistics=statistics.result(sequence.input_ids.shape[1] - sequence.prompt_length, sequence.near_ties),
     )
 
 

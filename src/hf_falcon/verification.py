@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from .near_ties import NearTies
 from .tree import DraftTree
 
 
@@ -44,6 +45,7 @@ class TokenSequence:
         returns_dict = generation_config.return_dict_in_generate
         self.scores: tuple[Tensor, ...] | None = () if returns_dict and generation_config.output_scores else None
         self.logits: tuple[Tensor, ...] | None = () if returns_dict and generation_config.output_logits else None
+        self.near_ties = NearTies()
         self._processors = logits_processor
         self._criteria = stopping_criteria
         self._do_sample = generation_config.do_sample
@@ -82,6 +84,7 @@ class TokenSequence:
             self.logits += (raw,)
         if self._do_sample:
             return torch.multinomial(scores.softmax(dim=-1), num_samples=1).squeeze(1)
+        self.near_ties.observe(logits, scores)
         return scores.argmax(dim=-1)
 
     def emit(self, token: Tensor) -> None:
@@ -113,6 +116,7 @@ def verify(tree: DraftTree, logits: Tensor, sequence: TokenSequence) -> tuple[Te
             emitted += 1
             if sequence.finished:
                 break
+        sequence.near_ties.observe(logits[accepted_path[:emitted]])
         return accepted_path[:emitted], min(emitted, accepted_path.shape[0] - 1)
     # The host walks, as processors and criteria may read the whole prefix at every step.
     parents, drafted = tree.parents.tolist(), tree.token_ids.tolist()
