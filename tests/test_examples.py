@@ -22,6 +22,7 @@ from tiny_models import VOCAB, prompt, tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import AutoTokenizer
 
 import hf_falcon
+from hf_falcon.bench.metrics import first_difference
 from hf_falcon.commands import generate
 from hf_falcon.commands import main as entry
 from hf_falcon.commands.models import encode
@@ -489,6 +490,75 @@ def test_choices_are_those_of_drafting_token_by_token():
                 torch.testing.assert_close(found[2], torch.distributions.Categorical(logits=scores).entropy())
                 torch.testing.assert_close(found[3], best.values[0].exp().logit(), rtol=1e-3, atol=1e-3)
                 assert right[number - 1, column] == (best.indices[0] == wanted)
+
+
+@pytest.fixture
+def parting_assisted(monkeypatch):
+    """Assisted decoding that prefers other tokens than plain decoding does; returns what both say of a prompt."""
+    target = tiny_target("llama")
+    generate = type(target).generate
+
+    def other(self, *args, **kwargs):
+        bias = {"sequence_bias": {(5,): 1.0}} if "assistant_model" in kwargs else {}
+        return generate(self, *args, **kwargs, **bias)
+
+    monkeypatch.setattr(type(target), "generate", other)
+
+    def texts(ids):
+        kwargs = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        both = (generate(target, ids, **kwargs), generate(target, ids, **kwargs, sequence_bias={(5,): 1.0}))
+        return [each[0, ids.shape[1] :].tolist() for each in both]
+
+    return texts
+
+
+def divergence_words(workplace, folder):
+    tiny_drafter(tiny_target("llama")).save_pretrained(folder)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in TEXTS))
+    words = ["--data", folder / "prompts.jsonl", "--target", workplace / "target", "--drafter", folder]
+    return [*map(str, words), "--dtype", "float32", "--max_new_tokens", "12"]
+
+
+TEXTS = ("abcdef", "Why", "1,2,3,4,5", "no", "xyz")
+
+
+def test_divergence_in_float32_is_none(workplace, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["divergence.py", *divergence_words(workplace, tmp_path), "--batch_size", "3"])
+    example("divergence").main()
+    printed = capsys.readouterr().out
+    assert "| plain decoding in a batch | 0/5 | - | - | - |" in printed
+    assert "| assisted decoding | 0/5 | - | - | - |" in printed
+    assert "Near-ties of assisted decoding: 0. Texts that part at one of them: 0/0." in printed
+
+
+def test_divergence_and_evaluate_say_where_texts_part(workplace, tmp_path, monkeypatch, capsys, parting_assisted):
+    words = divergence_words(workplace, tmp_path)
+    monkeypatch.setattr("sys.argv", ["divergence.py", *words])
+    example("divergence").main()
+    printed = capsys.readouterr().out
+    expected = []
+    for number, text in enumerate(TEXTS):
+        ids = tiny_tokenizer()(text, return_tensors="pt").input_ids
+        tokens, others = parting_assisted(ids)
+        place = first_difference(tokens, others)
+        if place is not None:
+            with torch.no_grad():
+                logits = tiny_target("llama")(torch.cat((ids, torch.tensor([tokens[:place]]).long()), 1)).logits[0, -1]
+            gap = float(logits[tokens[place]] - logits[others[place]])
+            expected.append({"prompt": number, "token": place, "gap": pytest.approx(gap, abs=1e-4)})
+    assert 0 < len(expected) < len(TEXTS)
+    assert f"| assisted decoding | {len(expected)}/5 |" in printed
+    assert "| plain decoding in a batch | 0/5 |" in printed
+
+    # In float32 that is a failure.
+    assert entry.main(["evaluate", *words, "--check", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["data"]["prompts"]
+    assert found["partings"] == expected
+    assert found["identical"] == len(TEXTS) - len(expected)
+    assert entry.main(["evaluate", *words, "--check"]) == 1
+    first = expected[0]
+    line = f"prompts, prompt {first['prompt']}: parts from plain decoding at token {first['token']}, logit gap "
+    assert line in capsys.readouterr().out
 
 
 def test_confidence_heads(workplace, tmp_path, monkeypatch, capsys):

@@ -9,12 +9,13 @@ from tiny_models import (
     VOCAB,
     WINDOW,
     WITHOUT_TREES,
+    hooks_of,
     prompt,
     tiny_drafter,
     tiny_target,
     tiny_tokenizer,
 )
-from transformers import DynamicCache, LogitsProcessor, StaticCache, StoppingCriteria
+from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_falcon import FalconGenerateOutput
@@ -167,38 +168,6 @@ def test_scores_and_logits(name, draft, sampling, assisted):
         torch.testing.assert_close(torch.cat(ours), torch.cat(theirs), atol=1e-4, rtol=1e-4)
 
 
-# Each of them changes what comes out, whatever the EOS: none, one that plain decoding meets, one that it does not.
-PROCESSORS = {
-    "min_length": ("met", {"min_length": 25}),
-    "min_new_tokens": ("met", {"min_new_tokens": 20}),
-    "bad_words": (None, {"bad_words_ids": [[i] for i in range(1, 30)] + [[40, 41], [48, 48]]}),
-    "suppress_tokens": (None, {"suppress_tokens": list(range(20, 50))}),
-    "forced_eos": (None, {"forced_eos_token_id": 60}),
-    "forced_bos": (None, {"forced_bos_token_id": 6}),
-    "exponential_decay": ("unmet", {"exponential_decay_length_penalty": (5, 1.4)}),
-    "guidance": (None, {"guidance_scale": 1.5}),
-    "sequence_bias": (None, {"sequence_bias": {(30,): 5.0, (30, 31): 9.0}}),
-}
-
-
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("processor", PROCESSORS)
-@pytest.mark.parametrize("name", ["llama", "mistral-window"])
-def test_processors_see_the_true_prefix(name, processor, draft, assisted):
-    target, ids = tiny_target(name), prompt(1 if processor == "forced_bos" else 9)
-    tokens = new_tokens(target, ids)
-    choices = {
-        "met": next((token for place, token in enumerate(tokens) if place > 4 and token not in tokens[:place]), None),
-        "unmet": next(token for token in range(VOCAB) if token not in tokens),
-    }
-    eos, settings = PROCESSORS[processor]
-    kwargs = {"eos_token_id": choices.get(eos), "pad_token_id": 0}
-    expected = plain(target, ids, **settings, **kwargs)
-    assert expected.tolist() != plain(target, ids, **kwargs).tolist()
-    output = assisted(target, ids, draft, known=expected, **settings, **kwargs)
-    assert output.tolist() == expected.tolist()
-
-
 @pytest.mark.parametrize("draft", DRAFTS)
 @pytest.mark.parametrize("name", SOME)
 @pytest.mark.parametrize("only_new_tokens", [False, True])
@@ -257,11 +226,6 @@ def test_left_padding(name, length, draft, assisted):
 def test_prefill_in_chunks(name, chunk, assisted):
     target, ids = tiny_target(name), prompt(19)
     assert assisted(target, ids, "oracle", prefill_chunk_size=chunk).tolist() == plain(target, ids).tolist()
-
-
-def test_no_cache_is_refused(assisted):
-    with pytest.raises(ValueError, match="use_cache=True"):
-        assisted(tiny_target("llama"), prompt(9), use_cache=False)
 
 
 def test_drafter_of_another_target_is_refused():
@@ -327,30 +291,6 @@ def test_targets_without_trees(name, warnings_given):
     check_fallback(tiny_target(name), warnings_given, reason, prompt(9))
 
 
-def test_static_cache(warnings_given):
-    target = tiny_target("llama")
-    settings = {"cache_implementation": "static", "disable_compile": True}
-    check_fallback(target, warnings_given, "StaticCache", prompt(9), **settings)
-    own = {"past_key_values": StaticCache(config=target.config, max_cache_len=64), "disable_compile": True}
-    output = plain(target, prompt(9), assistant_model=tiny_drafter(target), **own)
-    assert output.tolist() == plain(target, prompt(9)).tolist()
-
-
-def test_inputs_embeds(warnings_given):
-    target = tiny_target("llama")
-    embeds = target.get_input_embeddings()(prompt(9)).detach()
-    check_fallback(target, warnings_given, "`inputs_embeds`", None, inputs_embeds=embeds)
-
-
-@pytest.mark.parametrize("field", ["output_hidden_states", "output_attentions"])
-def test_outputs_of_every_layer(field, warnings_given):
-    settings = {field: True, "return_dict_in_generate": True}
-    # Only eager attention gives weights.
-    output = check_fallback(tiny_target("gemma2"), warnings_given, f"`{field}`", prompt(9), **settings)
-    assert isinstance(output, FalconGenerateOutput)
-    assert output.draft_statistics is None
-
-
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
 def test_attention_that_takes_no_mask(implementation, monkeypatch):
     target = tiny_target("llama")
@@ -363,12 +303,6 @@ def test_attention_that_takes_no_mask(implementation, monkeypatch):
 def test_recurrent_targets(name, warnings_given):
     """Stock assisted decoding refuses them."""
     check_fallback(tiny_target(name), warnings_given, "no `position_ids`", prompt(9))
-
-
-def test_beams_go_on_without_the_drafter():
-    target, kwargs = tiny_target("llama"), {"num_beams": 3, "max_new_tokens": 12}
-    expected = plain(target, prompt(9), **kwargs)
-    assert plain(target, prompt(9), assistant_model=tiny_drafter(target), **kwargs).tolist() == expected.tolist()
 
 
 def test_other_weights_than_trained_for_warn_once(warnings_given, monkeypatch):
@@ -394,10 +328,11 @@ class Failing(LogitsProcessor):
 @pytest.mark.parametrize("processors", [[], [Failing()]], ids=["ends", "raises"])
 def test_no_hook_stays_on_the_target(processors, assisted):
     target, ids = tiny_target("llama"), prompt(9)
+    hooks = hooks_of(target)
     try:
         assisted(target, ids, logits_processor=processors)
         assert not processors
     except RuntimeError as error:
         assert str(error) == "at length 15"
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in target.modules())
+    assert hooks_of(target) == hooks
     assert assisted(target, ids).tolist() == plain(target, ids).tolist()

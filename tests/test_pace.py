@@ -215,10 +215,10 @@ def test_plain_decoding_where_drafting_never_pays(monkeypatch):
     commits = []
     commit = FalconCandidateGenerator.commit
 
-    def counted(self, features, next_token_ids, first_position=0):
+    def counted(self, features, next_token_ids, *args):
         commits.append(features.shape[1])
         assert features.shape[1] == next_token_ids.shape[1]
-        return commit(self, features, next_token_ids, first_position)
+        return commit(self, features, next_token_ids, *args)
 
     monkeypatch.setattr(FalconCandidateGenerator, "commit", counted)
     drafter = tiny_drafter(target, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=6)

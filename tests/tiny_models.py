@@ -127,6 +127,11 @@ def tiny_target(name: str) -> PreTrainedModel:
     return {**TARGETS, **ROPE_SCALED, **WITHOUT_TREES, **RECURRENT}[name]()
 
 
+def hooks_of(model: PreTrainedModel) -> int:
+    """Hooks on a model's modules. transformers leaves some of its own there, once hidden states were asked for."""
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+
+
 # The same tree every round, whatever that costs.
 SAME_EVERY_ROUND = {
     "num_assistant_tokens": 12,

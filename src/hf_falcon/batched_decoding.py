@@ -26,6 +26,7 @@ from .batched_target import BatchedTargetRun
 from .candidate_generator import FalconCandidateGenerator
 from .costs import Stopwatch
 from .drafting import Drafting
+from .near_ties import NearTies
 from .pace import Pace
 from .statistics import StatisticsRecorder
 from .step_noise import MOST_STEPS_AHEAD, StepNoise
@@ -94,7 +95,10 @@ def why_no_batch(
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not bool(mask.any(dim=-1).all()):
         return "the batch has a row that is all padding"
-    wanted = [name for name in ("output_scores", "output_logits") if getattr(generation_config, name)]
+    if model_kwargs.get("inputs_embeds") is not None:
+        return "the batch has several rows and is given as `inputs_embeds`"
+    outputs = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
+    wanted = [name for name in outputs if getattr(generation_config, name)]
     if generation_config.return_dict_in_generate and wanted:
         return f"the batch has several rows, and `{wanted[0]}` was asked for, also of rows that have ended"
     return None
@@ -125,6 +129,8 @@ class BatchSequence:
         streamer: BaseStreamer | None = None,
     ):
         self.prompts = input_ids
+        # Of a single row only: see [`DraftStatistics`].
+        self.near_ties = NearTies()
         self.noise = StepNoise(input_ids.shape[0])
         self.samples = generation_config.do_sample
         self.rows = [

@@ -88,7 +88,9 @@ class FalconCandidateGenerator(CandidateGenerator):
         """Tokens that the deepest path of a tree can have."""
         return self._tree.max_depth
 
-    def commit(self, features: Tensor, next_token_ids: Tensor, first_position: int = 0) -> None:
+    def commit(
+        self, features: Tensor, next_token_ids: Tensor, first_position: int = 0, prompt_embeds: Tensor | None = None
+    ) -> None:
         """
         Takes new true features with the tokens one step ahead, and drafts the next block from them.
 
@@ -97,12 +99,16 @@ class FalconCandidateGenerator(CandidateGenerator):
             next_token_ids (`torch.LongTensor` of shape `(1, new)`): the token after each of these positions.
             first_position (`int`, *optional*, defaults to 0):
                 Position of the first feature of all; counts in the first call only.
+            prompt_embeds (`torch.Tensor` of shape `(1, length, hidden_size)`, *optional*):
+                The prompt's embeddings, where it has no tokens: `next_token_ids` then are fewer, those at the end.
         """
         if self._committed == 0:
             self._first_position = first_position
-        features, next_token_ids = features.to(self._device), next_token_ids.to(self._device)
-        fused, self._lstm_state = self.drafter.fuse(features, self.head.embed(next_token_ids), self._lstm_state)
-        new, size = fused.shape[1], self._block_size
+        features, next_embeds = features.to(self._device), self.head.embed(next_token_ids.to(self._device))
+        new, size = features.shape[1], self._block_size
+        if prompt_embeds is not None and (missing := new - next_embeds.shape[1]) > 0:
+            next_embeds = torch.cat((prompt_embeds[:, -missing:].to(next_embeds), next_embeds), dim=1)
+        fused, self._lstm_state = self.drafter.fuse(features, next_embeds, self._lstm_state)
         rows = fused if self._tail is None else torch.cat((self._tail, fused), dim=1)
         # The last known position must end a block. Whole blocks are cut from the right; the first may be short only
         # where the context begins.

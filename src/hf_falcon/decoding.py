@@ -17,7 +17,9 @@ from .batched_target import BatchedTargetRun
 from .borrowed_head import was_trained_for
 from .candidate_generator import FalconCandidateGenerator
 from .costs import Circumstances, Costs, Stopwatch, load, measure, save
+from .draft_options import DraftOptions, set_by_call
 from .drafting import Drafting
+from .layer_outputs import LayerOutputs
 from .modeling_falcon_draft import FalconDraftModel
 from .pace import AdaptivePace, Pace, experience_of
 from .statistics import FalconGenerateOutput, StatisticsRecorder
@@ -25,6 +27,18 @@ from .target import TargetRun, why_no_tree
 from .verification import TokenSequence, verify
 
 logger = logging.get_logger(__name__)
+
+# Fields of a generation configuration for other ways of assisted decoding, and for caches that can be compiled.
+_OTHER_WAYS = (
+    "assistant_early_exit",
+    "assistant_ensemble_weight",
+    "assistant_lookbehind",
+    "target_lookbehind",
+    "max_matching_ngram_size",
+    "speculation_type",
+    "use_mtp",
+    "compile_config",
+)
 
 
 def assisted_decoding(
@@ -47,11 +61,15 @@ def assisted_decoding(
         `return_dict_in_generate=True`.
 
     Raises:
-        `ValueError`: for `use_cache=False`, as in transformers' own assisted decoding; for a drafter that was made for
-            another target; for drafting options out of range.
+        `ValueError`: for `use_cache=False`, as in transformers' own assisted decoding; for `dola_layers`, which would
+            be ignored; for a drafter that was made for another target; for drafting options out of range.
     """
     if not model_kwargs.get("use_cache", True):
         raise ValueError("`use_cache` is False: decoding with an assistant model needs `use_cache=True`.")
+    if generation_config.dola_layers is not None:
+        raise ValueError(
+            f"`dola_layers` is {generation_config.dola_layers!r}: DoLa takes no assistant model, so leave it out."
+        )
     reason = "`synced_gpus` is set" if synced_gpus else None
     reason = reason or why_no_tree(target, input_ids, generation_config, model_kwargs)
     if reason is None and input_ids.shape[0] > 1:
@@ -68,7 +86,11 @@ def assisted_decoding(
             **model_kwargs,
         )
         return FalconGenerateOutput(**output) if isinstance(output, GenerateDecoderOnlyOutput) else output
-    generator = FalconCandidateGenerator(drafter, target)
+    unused = [name for name in _OTHER_WAYS if set_by_call(generation_config, name)]
+    if unused:
+        logger.warning_once(f"{', '.join(f'`{name}`' for name in unused)}: no effect with a Falcon drafter.")
+    options = DraftOptions.from_generation_config(drafter.generation_config, generation_config)
+    generator = FalconCandidateGenerator(drafter, target, options)
     if not was_trained_for(drafter, target):
         logger.warning_once(
             f"The target's weights are not those of {drafter.config.target_name_or_path or 'the model'} that the "
@@ -86,7 +108,7 @@ def assisted_decoding(
         cache = run.finish()
     if streamer is not None:
         streamer.end()
-    return _output(sequence, statistics, cache, generation_config)
+    return _output(sequence, statistics, cache, generation_config, run.layer_outputs)
 
 
 def decode(run: TargetRun, generator: FalconCandidateGenerator, sequence: TokenSequence) -> StatisticsRecorder:
@@ -98,7 +120,9 @@ def decode(run: TargetRun, generator: FalconCandidateGenerator, sequence: TokenS
     if sequence.finished:
         return statistics
     pace = _pace(run, generator, _depth_limit(run, sequence))
-    drafting = Drafting(generator, sequence, features, run.length - features.shape[1], pace)
+    drafting = Drafting(
+        generator, sequence, features, run.length - features.shape[1], pace, prompt_embeds=run.prompt_embeds
+    )
     while not sequence.finished:
         with statistics.measure("drafter"):
             tree = drafting.propose(_depth_limit(run, sequence))
@@ -180,6 +204,7 @@ def _output(
     statistics: StatisticsRecorder,
     cache: Cache,
     generation_config: GenerationConfig,
+    layer_outputs: LayerOutputs | None = None,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """What `generate` returns."""
     if not generation_config.return_dict_in_generate:
@@ -188,6 +213,8 @@ def _output(
         sequences=sequence.input_ids,
         scores=sequence.scores,
         logits=sequence.logits,
+        attentions=None if layer_outputs is None else layer_outputs.attentions,
+        hidden_states=None if layer_outputs is None else layer_outputs.hidden_states,
         past_key_values=cache,
-        draft_statistics=statistics.result(sequence.new_tokens),
+        draft_statistics=statistics.result(sequence.new_tokens, sequence.near_ties),
     )

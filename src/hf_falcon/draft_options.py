@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 from transformers import GenerationConfig
 
@@ -24,7 +25,8 @@ _SCHEDULES = ("heuristic", "constant")
 class DraftOptions:
     """
     Options of drafting. They are fields of `drafter.generation_config`, which is saved with the drafter:
-    `drafter.generation_config.num_assistant_tokens = 16`.
+    `drafter.generation_config.num_assistant_tokens = 16`. A call of `generate` may set other values for itself, as
+    arguments (those that transformers knows) or in its `generation_config` (all of them).
 
     Args:
         num_assistant_tokens (`int`, *optional*, defaults to 32):
@@ -88,7 +90,22 @@ class DraftOptions:
             )
 
     @classmethod
-    def from_generation_config(cls, generation_config: GenerationConfig | None) -> DraftOptions:
-        """The options that a generation configuration sets; what it leaves out or sets to `None` keeps its default."""
+    def from_generation_config(
+        cls, generation_config: GenerationConfig | None, call: GenerationConfig | None = None
+    ) -> DraftOptions:
+        """
+        The options that a drafter's generation configuration sets; what it leaves out or sets to `None` keeps its
+        default. What a call of `generate` sets itself (`call`) wins.
+        """
         given = {field.name: getattr(generation_config, field.name, None) for field in fields(cls)}
+        given |= {name: value for name in given if (value := set_by_call(call, name)) is not None}
         return cls(**{name: value for name, value in given.items() if value is not None})
+
+
+def set_by_call(call: GenerationConfig | None, name: str) -> Any:
+    """
+    What the configuration of a `generate` call sets a field to, or `None`. `generate` fills in transformers' defaults
+    (20 assistant tokens, say): a value equal to its default cannot be told from one that was left out.
+    """
+    value = getattr(call, name, None)
+    return None if value == GenerationConfig._get_default_generation_params().get(name) else value

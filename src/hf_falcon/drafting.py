@@ -29,6 +29,7 @@ class Drafting:
         first_position (`int`): position of the first of them.
         pace ([`Pace`]): says how much is drafted.
         padding (`int`, *optional*, defaults to 0): tokens at the start of the sequence that are no text.
+        prompt_embeds (`torch.Tensor`, *optional*): see [`FalconCandidateGenerator.commit`].
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class Drafting:
         first_position: int,
         pace: Pace,
         padding: int = 0,
+        prompt_embeds: Tensor | None = None,
     ):
         self.generator = generator
         self.sequence = sequence
         self.pace = pace
         self._first_position = first_position
         self._padding = padding
+        self._prompt_embeds = prompt_embeds
         self._index = ContextIndex()
         options = generator.options
         self._lookup = options.prompt_lookup_num_tokens if options.draft_tree == "dynamic" else 0
@@ -77,7 +80,8 @@ class Drafting:
         drafts, watch, self._time = pace.drafts(guess), Stopwatch(), RoundTime()
         if drafts:
             new = sum(each.shape[1] for each in self._unseen)
-            generator.commit(torch.cat(self._unseen, dim=1), ids[:, -new:], self._first_position)
+            unseen = torch.cat(self._unseen, dim=1)
+            generator.commit(unseen, ids[:, -new:], self._first_position, self._prompt_embeds)
             self._unseen = []
             seconds = watch.lap() * share
             # Many positions at once, the prompt or what a pause left, are no round's share.

@@ -75,7 +75,9 @@ def _without_limits(stock: Callable[..., Any]) -> Callable[..., Any]:
     def validate(self: Any, mode: GenerationMode, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
         if mode == GenerationMode.ASSISTED_GENERATION and _is_drafter(kwargs.get("assistant_model")):
             mode = GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
-            kwargs = {name: value for name, value in kwargs.items() if name != "assistant_model"}
+            # A drafter says better what target it is for; a tokenizer of its own is refused here.
+            if "assistant_tokenizer" not in kwargs:
+                kwargs = {name: value for name, value in kwargs.items() if name != "assistant_model"}
         stock(self, mode, config, kwargs)
 
     return validate

@@ -12,6 +12,8 @@ import torch
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
+from .near_ties import NearTies
+
 
 @dataclass
 class DraftStatistics(ModelOutput):
@@ -27,6 +29,13 @@ class DraftStatistics(ModelOutput):
         alpha (`float`): accepted draft tokens over all new tokens.
         accepted_by_depth (`list[int]`): rounds in which a draft token of depth 1, 2, ... was accepted.
         time (`dict[str, float]`): seconds in "target", "drafter" and "other", the prompt included.
+        smallest_gap (`float`, *optional*):
+            The least that a token led the second best by, in logits after the processors. `None` when sampling, and
+            for batches.
+        smallest_gap_token (`int`, *optional*): which token that was, counted from the first new one, 0.
+        near_ties (`list[int]`, *optional*):
+            All tokens that led by no more than two units in the last place of the logits' dtype. Where the text is
+            not plain decoding's, it most likely parts at one of them. In float32 there is hardly ever one.
     """
 
     rounds: int | None = None
@@ -37,6 +46,9 @@ class DraftStatistics(ModelOutput):
     alpha: float | None = None
     accepted_by_depth: list[int] | None = None
     time: dict[str, float] | None = None
+    smallest_gap: float | None = None
+    smallest_gap_token: int | None = None
+    near_ties: list[int] | None = None
 
 
 @dataclass
@@ -81,7 +93,7 @@ class StatisticsRecorder:
         self._drafted.append(drafted)
         self._accepted.append(accepted)
 
-    def result(self, new_tokens: int) -> DraftStatistics:
+    def result(self, new_tokens: int, near_ties: NearTies) -> DraftStatistics:
         """The statistics of the call, which emitted `new_tokens` tokens."""
         seconds = dict(self._seconds)
         if self._cuda:
@@ -101,4 +113,5 @@ class StatisticsRecorder:
                 sum(count > depth for count in self._accepted) for depth in range(max(self._accepted, default=0))
             ],
             time={**seconds, "other": max(0.0, elapsed - sum(seconds.values()))},
+            **near_ties.result()._asdict(),
         )

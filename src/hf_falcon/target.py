@@ -14,6 +14,7 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from .growing_cache import give_back, grow_in_place
+from .layer_outputs import LayerOutputs
 from .modeling_falcon_draft import additive_mask
 from .tree import DraftTree
 
@@ -21,9 +22,10 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 # Attention functions that take any additive mask.
 _MASKED_ATTENTION = ("eager", "sdpa")
 _CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
-# What `generate` hands on for a plain text prompt. Anything else (images, other embeddings) is not ours to shift.
+# What `generate` hands on for a plain text prompt. Anything else (images, token types) is not ours to shift.
 _KNOWN_INPUTS = {
     "attention_mask",
+    "inputs_embeds",
     "position_ids",
     "cache_position",
     "past_key_values",
@@ -59,8 +61,6 @@ def why_no_tree(
     cache = model_kwargs.get("past_key_values")
     if model.config.is_encoder_decoder:
         return "the target is an encoder-decoder model"
-    if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
-        return "the prompt is given as `inputs_embeds`"
     if not getattr(config, "is_decoder", True):
         return "the target is an encoder (`is_decoder` is False), which keeps no cache"
     if _uses_alibi(config):
@@ -81,13 +81,15 @@ def why_no_tree(
     odd = {type(layer).__name__ for layer in cache.layers if type(layer) not in _CACHE_LAYERS}
     if odd:
         return f"the cache has layers of type {sorted(odd)}, which cannot drop rejected branches"
+    mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    past, tokens = cache.get_seq_length(), (input_ids if embeds is None else embeds).shape[1]
+    if mask is not None and (mask.dim() != 2 or mask.shape[1] not in (tokens, past + tokens) or mask.shape[1] <= past):
+        return (
+            f"`attention_mask` has shape {tuple(mask.shape)}, for {past} tokens in the cache and a prompt of {tokens}"
+        )
     extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_INPUTS)
     if extra:
         return f"the target was given {extra} beside its text"
-    if generation_config.return_dict_in_generate:
-        wanted = [name for name in ("output_attentions", "output_hidden_states") if getattr(generation_config, name)]
-        if wanted:
-            return f"`{wanted[0]}` was asked for, whose shapes a tree does not give"
     return None
 
 
@@ -225,11 +227,20 @@ class TargetRun:
         # Cached slots that hold padding stay hidden; without padding there is nothing to look at.
         self._hidden_slots = None if padding is None or bool(padding.all()) else ~padding[0].bool()
         self._num_hidden = 0 if self._hidden_slots is None else int(self._hidden_slots.sum())
+        # What a position is more than its slot in the cache.
+        self._position_shift = 0
+        self.layer_outputs = LayerOutputs(generation_config)
+        self._outputs: Any = None
 
     @property
     def length(self) -> int:
         """Tokens in the cache."""
         return self.cache.get_seq_length()
+
+    @property
+    def prompt_embeds(self) -> Tensor | None:
+        """The prompt, of shape `(1, length, hidden_size)`, where it was given as embeddings."""
+        return self._model_kwargs.get("inputs_embeds")
 
     def prefill(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """
@@ -240,15 +251,24 @@ class TargetRun:
             cache yet, of shape `(1, positions, hidden_size)`.
         """
         with self._tap as tap:
-            outputs = self.model._prefill(input_ids, self._generation_config, self._model_kwargs)
+            outputs = self.model._prefill(
+                input_ids,
+                self._generation_config,
+                self._model_kwargs,
+                is_first_iteration=not self._generation_config.is_assistant,
+            )
         self._adopt(outputs.past_key_values)
+        self.layer_outputs.add_step(outputs)
+        # Positions go on from the prompt's last one, where padding or the caller has put it.
+        positions = self._model_kwargs.get("position_ids")
+        self._position_shift = 0 if positions is None else int(positions[..., -1].max()) + 1 - self.length
         return outputs.logits[:, -1], tap.take()
 
     def max_tree_depth(self) -> int | None:
         """How deep a tree may go before a node would see other rotary frequencies than plain decoding gives it."""
         if self._rope_boundary is None:
             return None
-        position = self.length - self._num_hidden
+        position = self.length + self._position_shift
         if position > self._rope_boundary and not self._rope_never_settles:
             return None
         return max(0, self._rope_boundary - 1 - position)
@@ -266,9 +286,11 @@ class TargetRun:
             `(1, nodes, hidden_size)`.
         """
         if self._starts_anew(input_ids):
-            inputs = self.model.prepare_inputs_for_generation(input_ids, use_cache=True)
+            inputs = self.model.prepare_inputs_for_generation(
+                input_ids, use_cache=True, **self.layer_outputs.arguments
+            )
             with self._tap as tap:
-                outputs = self.model(**inputs, return_dict=True)
+                outputs = self._outputs = self.model(**inputs, return_dict=True)
             self._adopt(outputs.past_key_values)
             return outputs.logits[0, -1:], tap.take()[:, -1:]
         return self._forward(tree)
@@ -277,13 +299,14 @@ class TargetRun:
         start = self.length
         masks = {kind: self._mask(kind, tree, start) for kind in self._kinds}
         with self._tap as tap:
-            outputs = self.model(
+            outputs = self._outputs = self.model(
                 input_ids=tree.token_ids[None],
                 attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],
-                position_ids=(start - self._num_hidden + tree.depths)[None],
+                position_ids=(start + self._position_shift + tree.depths)[None],
                 past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
+                **self.layer_outputs.arguments,
             )
         return outputs.logits[0], tap.take()
 
@@ -295,6 +318,7 @@ class TargetRun:
             path (`torch.LongTensor` of shape `(kept,)`): nodes to keep, in order.
             nodes (`int`): nodes that the last forward added.
         """
+        self._keep_outputs(path, nodes)
         kept = path.shape[0]
         for layer in self.cache.layers:
             if not layer.is_initialized or nodes == kept == 1:
@@ -304,6 +328,15 @@ class TargetRun:
                 # Gathered first, then written: source and destination rows overlap.
                 states[..., first : first + kept, :] = states[..., first:, :].index_select(-2, path.to(states.device))
         self.cache.crop(kept - nodes)
+
+    def _keep_outputs(self, path: Tensor, nodes: int) -> None:
+        outputs, self._outputs = self._outputs, None
+        if nodes == 1:
+            self.layer_outputs.add_step(outputs)
+        elif self.layer_outputs.arguments:
+            kept = {kind: getattr(self._layer_of_kind(kind), "sliding_window", None) for kind in self._kinds}
+            kinds = getattr(self._config, "layer_types", None) or self._kinds * self._config.num_hidden_layers
+            self.layer_outputs.add_path(outputs, path, [kept[kind] for kind in kinds])
 
     def rehearse(self, nodes: int) -> None:
         """Scores the root and `nodes` draft nodes of no meaning, and forgets them: for timing."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
+from .near_ties import NearTies
 from .tree import DraftTree
 
 
@@ -50,6 +51,7 @@ class TokenSequence:
         returns_dict = generation_config.return_dict_in_generate
         self.scores: tuple[Tensor, ...] | None = () if returns_dict and generation_config.output_scores else None
         self.logits: tuple[Tensor, ...] | None = () if returns_dict and generation_config.output_logits else None
+        self.near_ties = NearTies()
         self._processors = logits_processor
         self._criteria = stopping_criteria
         self._do_sample = generation_config.do_sample
@@ -94,6 +96,7 @@ class TokenSequence:
             self.logits += (raw,)
         if self._do_sample:
             return self._draw(scores.softmax(dim=-1))
+        self.near_ties.observe(logits, scores)
         return scores.argmax(dim=-1)
 
     def emit(self, token: Tensor) -> None:
@@ -129,6 +132,7 @@ def verify(tree: DraftTree, logits: Tensor, sequence: TokenSequence) -> tuple[Te
             emitted += 1
             if sequence.finished:
                 break
+        sequence.near_ties.observe(logits[accepted_path[:emitted]])
         return accepted_path[:emitted], min(emitted, accepted_path.shape[0] - 1)
     # The host walks, as processors and criteria may read the whole prefix at every step.
     parents, drafted = tree.parents.tolist(), tree.token_ids.tolist()

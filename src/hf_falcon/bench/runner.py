@@ -17,8 +17,9 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..packing import packed_weights
+from .divergence import parting
 from .methods import PACKED
-from .metrics import PLAIN, first_difference
+from .metrics import PLAIN
 from .traces import Trace, TraceFile
 
 _SEED = 0
@@ -81,7 +82,8 @@ class Benchmark:
                 # Those that ran before plain decoding have to wait for what they are compared with.
                 while plain is not None and waiting:
                     trace = waiting.pop(0)
-                    trace.gap = self._gap(inputs["input_ids"], plain.tokens, trace.tokens)
+                    found = parting(self._target, inputs["input_ids"], plain.tokens, trace.tokens)
+                    trace.gap = None if found is None else found.gap
                     yield trace
             assert plain is not None
             answer = self._tokenizer.decode(plain.tokens, skip_special_tokens=True)
@@ -122,15 +124,6 @@ class Benchmark:
     def _generate(self, method: str, inputs: dict[str, Tensor]) -> Any:
         set_seed(_SEED)
         return self._target.generate(**inputs, **self._settings, **self._methods[method], return_dict_in_generate=True)
-
-    @torch.no_grad()
-    def _gap(self, prompt_ids: Tensor, tokens: list[int], others: list[int]) -> float | None:
-        place = first_difference(tokens, others)
-        if place is None or place >= min(len(tokens), len(others)):
-            return None
-        context = torch.cat((prompt_ids, prompt_ids.new_tensor([tokens[:place]])), dim=1)
-        logits = self._target(context, logits_to_keep=1).logits[0, -1].float()
-        return float(logits[tokens[place]] - logits[others[place]])
 
 
 def encode(

@@ -11,6 +11,7 @@ from typing import Any
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 
+from ..bench.divergence import parting
 from ..bench.prompts import read_turns
 from ..draft_options import DraftOptions
 from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
@@ -29,7 +30,8 @@ class EvaluateArguments:
         target, drafter (`str`, *optional*): names or folders; those of the demo if left out.
         max_new_tokens (`int`, *optional*, defaults to 128): new tokens a prompt, at most.
         limit (`int`, *optional*): prompts of each file, from the start.
-        check (`bool`, *optional*, defaults to `False`): decode plainly, too, and count equal outputs.
+        check (`bool`, *optional*, defaults to `False`):
+            decode plainly, too, and say at which token, and by what gap of logits, outputs part from it.
 
     > Parameters that control the drafting, in place of the drafter's own
 
@@ -49,7 +51,7 @@ class EvaluateArguments:
     drafter: str | None = field(default=None, metadata={"help": "Drafter, from the Hub or a folder."})
     max_new_tokens: int = field(default=128, metadata={"help": "New tokens a prompt, at most."})
     limit: int | None = field(default=None, metadata={"help": "Prompts of each file."})
-    check: bool = field(default=False, metadata={"help": "Decode plainly, too, and count equal outputs."})
+    check: bool = field(default=False, metadata={"help": "Decode plainly, too, and say where outputs part."})
     num_assistant_tokens: int | None = field(default=None, metadata={"help": "Node budget of a tree."})
     num_draft_passes: int | None = field(default=None, metadata={"help": "Draft passes a round, at most."})
     draft_top_k: int | None = field(default=None, metadata={"help": "Children of a node, at most; 1 is a chain."})
@@ -79,8 +81,9 @@ def measure_acceptance(
     """Counts over all prompts, summed before they are divided: a long text weighs more than a short one."""
     counts = {"rounds": 0, "drafted_tokens": 0, "accepted_tokens": 0, "new_tokens": 0}
     by_depth: list[int] = []
-    identical = 0
-    for prompt in tqdm(prompts, unit="prompt", leave=False):
+    near_ties = 0
+    partings: list[dict[str, Any]] = []
+    for number, prompt in enumerate(tqdm(prompts, unit="prompt", leave=False)):
         inputs = encode(tokenizer, prompt, target.device)
         options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
         output = target.generate(**inputs, **options, assistant_model=drafter, return_dict_in_generate=True)
@@ -90,16 +93,22 @@ def measure_acceptance(
         by_depth += [0] * (len(found.accepted_by_depth) - len(by_depth))
         for depth, count in enumerate(found.accepted_by_depth):
             by_depth[depth] += count
+        near_ties += len(found.near_ties)
         if arguments.check:
-            identical += target.generate(**inputs, **options).tolist() == output.sequences.tolist()
+            start = inputs["input_ids"].shape[1]
+            texts = [each[0, start:].tolist() for each in (target.generate(**inputs, **options), output.sequences)]
+            parted = parting(target, inputs["input_ids"], *texts)
+            if parted is not None:
+                partings.append({"prompt": number, **parted._asdict()})
     result: dict[str, Any] = {
         "prompts": len(prompts),
         **counts,
         "tau": counts["accepted_tokens"] / max(1, counts["rounds"]),
         "alpha": counts["accepted_tokens"] / max(1, counts["new_tokens"]),
         "accepted_by_depth": [count / max(1, counts["rounds"]) for count in by_depth],
+        "near_ties": near_ties,
     }
-    return {**result, "identical": identical} if arguments.check else result
+    return {**result, "identical": len(prompts) - len(partings), "partings": partings} if arguments.check else result
 
 
 def main(argv: list[str]) -> int:
@@ -134,5 +143,9 @@ def main(argv: list[str]) -> int:
                 f"{name:<14}{result['prompts']:>8}{result['tau']:>7.2f}{100 * result['alpha']:>6.1f} %"
                 f"{share:>11}   {depths}"
             )
+        for name, result in results.items():
+            for each in result.get("partings", ()):
+                gap = "one of them ends" if each["gap"] is None else f"logit gap {each['gap']:.3g}"
+                print(f"{name}, prompt {each['prompt']}: parts from plain decoding at token {each['token']}, {gap}")
     differs = arguments.check and any(result["identical"] < result["prompts"] for result in results.values())
     return 1 if differs and arguments.dtype == "float32" else 0

@@ -1,0 +1,48 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Where two texts of the same prompt part, and how near a tie that was."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .metrics import first_difference
+
+
+class Parting(NamedTuple):
+    """
+    The first token that differs, counted from 0, and by how much the target's logits prefer the first text's there:
+    `None` where one text only ends sooner.
+    """
+
+    token: int
+    gap: float | None
+
+
+@torch.no_grad()
+def parting(
+    target: PreTrainedModel, prompt_ids: Tensor, tokens: Sequence[int], others: Sequence[int]
+) -> Parting | None:
+    """
+    Compares two texts.
+
+    Args:
+        target ([`PreTrainedModel`]): the target, whose logits after the common tokens are asked for.
+        prompt_ids (`torch.LongTensor` of shape `(1, length)`): the prompt.
+        tokens, others (sequence of `int`): the new tokens of both texts.
+
+    Returns:
+        [`Parting`], or `None` where both are equal.
+    """
+    place = first_difference(tokens, others)
+    if place is None:
+        return None
+    if place >= min(len(tokens), len(others)):
+        return Parting(place, None)
+    context = torch.cat((prompt_ids, prompt_ids.new_tensor([tokens[:place]])), dim=1)
+    logits = target(context, logits_to_keep=1).logits[0, -1].float()
+    return Parting(place, float(logits[tokens[place]] - logits[others[place]]))
