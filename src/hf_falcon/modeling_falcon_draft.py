@@ -15,7 +15,15 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .checkpoint_files import Shapes, check_digests, digests, reading, stored_shapes, weight_files
+from .checkpoint_files import (
+    Shapes,
+    check_digests,
+    digests,
+    reading,
+    refuse_adapter,
+    stored_shapes,
+    weight_files,
+)
 from .configuration_falcon_draft import FalconDraftConfig
 from .draft_options import DraftOptions
 from .hook import install
@@ -286,6 +294,8 @@ class FalconDraftModel(PreTrainedModel):
         """Compares what a checkpoint's files hold with what its configuration asks for."""
         names = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
         loading = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+        adapter = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
+        refuse_adapter(repository, adapter, **loading)
         config = kwargs.get("config")
         if not isinstance(config, PreTrainedConfig):
             config = cls.config_class.from_pretrained(config or repository, **loading)
