@@ -89,6 +89,14 @@ class DraftOptions:
 
     @classmethod
     def from_generation_config(cls, generation_config: GenerationConfig | None) -> DraftOptions:
-        """The options that a generation configuration sets; what it leaves out or sets to `None` keeps its default."""
+        """
+        The options of a drafter; what its generation configuration leaves out or sets to `None` keeps its default.
+
+        Args:
+            generation_config ([`GenerationConfig`] or `None`): the drafter's.
+
+        Returns:
+            [`DraftOptions`]: those that it sets.
+        """
         given = {field.name: getattr(generation_config, field.name, None) for field in fields(cls)}
         return cls(**{name: value for name, value in given.items() if value is not None})

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -224,6 +224,10 @@ class FalconDraftModel(PreTrainedModel):
     head are borrowed from the target ([`BorrowedHead`]) and never stored here.
 
     Constructing one, also as custom code from the Hub, makes `target.generate(assistant_model=drafter)` work.
+
+    Args:
+        config ([`FalconDraftConfig`]): its configuration. The weights are new; [`FalconDraftModel.from_pretrained`]
+            loads trained ones.
     """
 
     config_class: type[FalconDraftConfig] = FalconDraftConfig
@@ -370,18 +374,39 @@ class FalconDraftModel(PreTrainedModel):
         return upload(self.save_pretrained, repo_id, **kwargs)
 
     def assisted_decoding(self, target: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        """Runs the decoding loop of this drafter's own code; see `decoding.assisted_decoding`."""
+        """
+        Runs the decoding loop of this drafter's own code. `target.generate(assistant_model=drafter)` comes here.
+
+        Args:
+            target ([`PreTrainedModel`]): the target, whose `generate` was called.
+            args, kwargs: what `generate` gives its assisted decoding: tokens, processors, stopping criteria, ...
+
+        Returns:
+            What `generate` returns: `torch.LongTensor` of the tokens, or a [`FalconGenerateOutput`] with
+            `return_dict_in_generate=True`.
+        """
         from .decoding import assisted_decoding
 
         return assisted_decoding(target, self, *args, **kwargs)
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
-        """Loads the drafting options. The repository's custom generation is for targets and does not replace ours."""
+        """
+        As [`PreTrainedModel.adjust_generation_fn`]: loads the drafting options. The repository's custom generation is
+        for targets and does not replace ours.
+        """
         with reading("generation_config.json"):
             GenerationMixin.adjust_generation_fn(self, *args, **{**kwargs, "trust_remote_code": False})
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """A drafter proposes tokens to a target and generates nothing by itself."""
+    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """
+        A drafter proposes tokens to a target and generates nothing by itself.
+
+        Args:
+            args, kwargs: not used.
+
+        Raises:
+            `TypeError`: always, saying what to call.
+        """
         raise TypeError(
             "A Falcon drafter generates nothing by itself: call `target.generate(**inputs, assistant_model=drafter)`, "
             "after `hf_falcon.enable()` if it was disabled."
