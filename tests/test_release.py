@@ -130,7 +130,7 @@ def test_wheel_and_source_distribution(tmp_path):
     with zipfile.ZipFile(wheel) as opened:
         assert set(opened.namelist()) == files | {f"{about}/{name}" for name in names}
 
-    # The source distribution holds what the tests and the examples need, and no weights; the same wheel comes of it.
+    # The source distribution has tests and examples too, and no weights; the same wheel comes of it.
     with tarfile.open(source) as opened:
         opened.extractall(tmp_path, filter="data")
     unpacked = tmp_path / f"hf_falcon-{hf_falcon.__version__}"
