@@ -9,12 +9,16 @@ import shutil
 import struct
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from tiny_models import prompt, tiny_drafter, tiny_target
+from transformers import AutoModel
 
+import hf_falcon
 from hf_falcon import DraftOptions, FalconDraftConfig, FalconDraftModel
 
 # What may come out of a file that nobody can read: an error of these, with a text that says what is wrong.
@@ -184,7 +188,54 @@ def test_no_pickle_is_read(drafter_folder, name):
         FalconDraftModel.from_pretrained(drafter_folder, use_safetensors=False)
 
 
+@pytest.fixture
+def peft(monkeypatch):
+    """As where peft is installed: transformers then looks for adapters, and follows them."""
+    for module in (
+        transformers.models.auto.auto_factory,
+        transformers.integrations.peft,
+        hf_falcon.checkpoint_files,
+    ):
+        monkeypatch.setattr(module, "is_peft_available", lambda: True)
+
+
+@pytest.mark.parametrize("auto_class", [FalconDraftModel, AutoModel])
+def test_no_adapter_is_followed(saved, drafter_folder, tmp_path, peft, auto_class):
+    """An adapter names another model, whose weights would be loaded in place of those that were looked at."""
+    adapter = {"peft_type": "LORA", "base_model_name_or_path": str(saved)}
+    (drafter_folder / "adapter_config.json").write_text(json.dumps(adapter))
+    (drafter_folder / "adapter_model.bin").write_bytes(pickle.dumps(Bomb()))
+    with pytest.raises(ValueError, match="`adapter_config.json`: a drafter takes no adapter"):
+        auto_class.from_pretrained(drafter_folder)
+    # `AutoModel` follows an adapter that stands alone before it knows what for.
+    (drafter_folder / "config.json").unlink()
+    with pytest.raises(ValueError, match="takes no adapter"):
+        auto_class.from_pretrained(drafter_folder)
+
+
+def test_files_that_a_drafter_does_not_need_are_not_read(drafter_folder):
+    """Nothing of them runs, and the drafter loads as without them."""
+    add_strangers(random.Random(0), drafter_folder, STRANGERS)
+    target, ids = tiny_target("llama"), prompt(12)
+    expected = target.generate(ids, do_sample=False, max_new_tokens=8, pad_token_id=0).tolist()
+    assert outcome(drafter_folder, target, ids, expected, FalconDraftModel) == "works"
+    assert outcome(drafter_folder, target, ids, expected, AutoModel) == "works"
+
+
 # Fuzzing.
+
+# Files that others put into such a folder: each is there whole, damaged, or hostile.
+ADAPTER = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "../elsewhere", "auto_mapping": None})
+TOKENIZER = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", "auto_map": {"AutoTokenizer": ["x.Y", None]}})
+CODE = b"import pytest\npytest.fail('code was run')\n"
+STRANGERS = [
+    "adapter_config.json",
+    "adapter_model.bin",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "pytorch_model.bin",
+]
+STRANGERS += ["modeling_falcon_draft.py", "configuration_falcon_draft.py", "custom_generate/generate.py"]
 
 VALUES = [None, True, False, 0, 1, -1, 2, 3, 7, 64, 2**31, 2**63, 10**30, -HUGE, HUGE, 0.5, -0.0, 1e308, "", "x", "0"]
 VALUES += ["../../x", "os.system", "\0", "a" * 5000, [], [0], [[0]], [[0], [0, 0]], {}, {"a": {}}, [None]]
@@ -243,14 +294,32 @@ def fuzzed_weights(rng: random.Random, whole: bytes) -> bytes:
     return bytes(data)
 
 
-def outcome(folder: Path, target, ids, expected) -> str:
+def add_strangers(rng: random.Random, folder: Path, names: list[str]) -> None:
+    """Writes files of `STRANGERS` into a drafter's folder."""
+    for name in names:
+        file = folder / name
+        file.parent.mkdir(exist_ok=True)
+        if file.suffix == ".json":
+            file.write_bytes(fuzzed_json(rng, ADAPTER if name.startswith("adapter") else TOKENIZER))
+        else:
+            file.write_bytes(CODE if file.suffix == ".py" else pickle.dumps(Bomb()))
+
+
+def outcome(folder: Path, target, ids, expected, auto_class=FalconDraftModel) -> str:
     """Loads and drafts: the name of the error, or "works"."""
     try:
-        drafter = FalconDraftModel.from_pretrained(folder, dtype=torch.float32)
+        trust = {"trust_remote_code": False} if auto_class is AutoModel else {}
+        drafter = auto_class.from_pretrained(folder, dtype=torch.float32, **trust)
         output = target.generate(ids, assistant_model=drafter, do_sample=False, max_new_tokens=8, pad_token_id=0)
     except ERRORS as error:
         assert str(error), repr(error)
         return type(error).__name__
+    except Exception as error:
+        # transformers' own, before it knows whose configuration it reads.
+        files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+        if auto_class is AutoModel and not any("hf_falcon" in Path(file).parts for file in files):
+            return "AutoModel's own"
+        raise
     assert output.tolist() == expected
     return "works"
 
@@ -271,6 +340,10 @@ def fuzz(saved: Path, folder: Path, seed: int, count: int) -> dict[str, int]:
     for number in range(count):
         for name, data in originals.items():
             (folder / name).write_bytes(data)
+        for name in STRANGERS:
+            (folder / name).unlink(missing_ok=True)
+        add_strangers(rng, folder, rng.sample(STRANGERS, rng.choice([0, 0, 1, 3])))
+        auto_class = rng.choice([FalconDraftModel, AutoModel])
         name = rng.choice(["config.json", "config.json", "generation_config.json", "model.safetensors"])
         mutate = fuzzed_weights if name == "model.safetensors" else fuzzed_json
         original = originals[name] if name == "model.safetensors" else originals[name].decode()
@@ -278,9 +351,10 @@ def fuzz(saved: Path, folder: Path, seed: int, count: int) -> dict[str, int]:
         (folder / name).write_bytes(mutated)
         start = time.monotonic()
         try:
-            result = outcome(folder, target, ids, expected)
+            result = outcome(folder, target, ids, expected, auto_class)
         except BaseException as error:
-            raise AssertionError(f"seed {seed}, input {number}: {name} {mutated[:3000]!r}") from error
+            told = f"seed {seed}, input {number}, {auto_class.__name__}: {name} {mutated[:3000]!r}"
+            raise AssertionError(told) from error
         assert time.monotonic() - start < 60 and peak_memory() - before < 2**30, (seed, number)
         found[result] = found.get(result, 0) + 1
     return found
@@ -294,6 +368,8 @@ def test_fuzz(saved, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(1, 11))
-def test_fuzz_at_length(saved, tmp_path, seed):
+def test_fuzz_at_length(saved, tmp_path, seed, request):
+    if seed % 2:
+        request.getfixturevalue("peft")
     found = fuzz(saved, tmp_path / "fuzzed", seed=seed, count=1000)
     assert found["works"] >= 50

@@ -200,6 +200,7 @@ class FalconCandidateGenerator(CandidateGenerator):
 
         Args:
             input_ids (`torch.LongTensor` of shape `(1, length)`): the accepted tokens so far.
+            args, kwargs: what else transformers passes; not used.
 
         Returns:
             `torch.LongTensor` of shape `(1, length + drafted)`, and `None`: without draft logits transformers accepts
@@ -218,7 +219,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         return torch.cat((input_ids, chain[None].to(input_ids.device)), dim=1), None
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """The stock protocol; nothing is adapted."""
+        """See [`~transformers.generation.candidate_generator.CandidateGenerator`]; nothing is adapted."""
 
     def _build_tree(self) -> StaticTree | DynamicTree:
         options = self.options

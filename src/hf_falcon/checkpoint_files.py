@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, cached_file
+from transformers.utils import (
+    ADAPTER_CONFIG_NAME,
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    cached_file,
+    find_adapter_config_file,
+    is_peft_available,
+)
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -74,6 +81,27 @@ def weight_files(repository: str, variant: str | None = None, **loading: Any) ->
             raise OSError(f"`{repository}` has no `{name}`, which its `{index}` names: download it again.")
         paths.append(path)
     return paths
+
+
+def refuse_adapter(repository: str, adapter: str | None = None, **loading: Any) -> None:
+    """
+    Refuses a checkpoint with a PEFT adapter: where peft is installed, transformers loads the weights of whatever model
+    the adapter names in place of those that were looked at, and the adapter's own, pickled or not, into them.
+
+    Args:
+        repository, loading: see [`weight_files`].
+        adapter (`str`, *optional*): where `AutoModel` found an adapter already.
+
+    Raises:
+        `ValueError`: naming the file and where it is.
+    """
+    if adapter is None and is_peft_available() and find_adapter_config_file(repository, **loading) is not None:
+        adapter = repository
+    if adapter is not None:
+        raise ValueError(
+            f"`{adapter}` has an `{ADAPTER_CONFIG_NAME}`: a drafter takes no adapter, which would change what weights "
+            "are loaded. Remove that file, or give the folder or the repository of a Falcon drafter."
+        )
 
 
 def check_digests(files: Iterable[Path], expected: Mapping[str, str]) -> None:

@@ -127,6 +127,9 @@ class FalconDraftConfig(PreTrainedConfig):
             are not loaded.
         draft_format (`int`, *optional*, defaults to the newest that this code knows):
             Version of the format. A newer one than this code knows is refused.
+        kwargs (*optional*):
+            Fields of [`PreTrainedConfig`], such as `eos_token_id` and `dtype`. Those that a drafter does not need are
+            left out, and those that would fetch other files or code are refused.
 
     Raises:
         `ValueError`: for a field out of range or of another type, naming it, its value and what it may be.
@@ -309,6 +312,9 @@ class FalconDraftConfig(PreTrainedConfig):
                 The target model, or its configuration alone. The fingerprint of the weights needs the model.
             overrides:
                 Fields of [`FalconDraftConfig`] that replace what is copied, such as `block_size`.
+
+        Returns:
+            [`FalconDraftConfig`]: of a drafter whose weights are still to be trained.
         """
         config = target if isinstance(target, PreTrainedConfig) else target.config
         fingerprint = None if isinstance(target, PreTrainedConfig) else weights_fingerprint(target)

@@ -94,8 +94,14 @@ class DraftOptions:
         cls, generation_config: GenerationConfig | None, call: GenerationConfig | None = None
     ) -> DraftOptions:
         """
-        The options that a drafter's generation configuration sets; what it leaves out or sets to `None` keeps its
-        default. What a call of `generate` sets itself (`call`) wins.
+        The options of a drafter; what its generation configuration leaves out or sets to `None` keeps its default.
+
+        Args:
+            generation_config ([`GenerationConfig`] or `None`): the drafter's.
+            call ([`GenerationConfig`], *optional*): that of a `generate` call; what it sets itself wins.
+
+        Returns:
+            [`DraftOptions`]: those that they set.
         """
         given = {field.name: getattr(generation_config, field.name, None) for field in fields(cls)}
         given |= {name: value for name in given if (value := set_by_call(call, name)) is not None}

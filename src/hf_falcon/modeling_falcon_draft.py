@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +15,15 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .checkpoint_files import Shapes, check_digests, digests, reading, stored_shapes, weight_files
+from .checkpoint_files import (
+    Shapes,
+    check_digests,
+    digests,
+    reading,
+    refuse_adapter,
+    stored_shapes,
+    weight_files,
+)
 from .configuration_falcon_draft import FalconDraftConfig
 from .draft_options import DraftOptions
 from .hook import install
@@ -216,6 +224,10 @@ class FalconDraftModel(PreTrainedModel):
     head are borrowed from the target ([`BorrowedHead`]) and never stored here.
 
     Constructing one, also as custom code from the Hub, makes `target.generate(assistant_model=drafter)` work.
+
+    Args:
+        config ([`FalconDraftConfig`]): its configuration. The weights are new; [`FalconDraftModel.from_pretrained`]
+            loads trained ones.
     """
 
     config_class: type[FalconDraftConfig] = FalconDraftConfig
@@ -286,6 +298,8 @@ class FalconDraftModel(PreTrainedModel):
         """Compares what a checkpoint's files hold with what its configuration asks for."""
         names = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
         loading = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+        adapter = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
+        refuse_adapter(repository, adapter, **loading)
         config = kwargs.get("config")
         if not isinstance(config, PreTrainedConfig):
             config = cls.config_class.from_pretrained(config or repository, **loading)
@@ -360,18 +374,39 @@ class FalconDraftModel(PreTrainedModel):
         return upload(self.save_pretrained, repo_id, **kwargs)
 
     def assisted_decoding(self, target: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        """Runs the decoding loop of this drafter's own code; see `decoding.assisted_decoding`."""
+        """
+        Runs the decoding loop of this drafter's own code. `target.generate(assistant_model=drafter)` comes here.
+
+        Args:
+            target ([`PreTrainedModel`]): the target, whose `generate` was called.
+            args, kwargs: what `generate` gives its assisted decoding: tokens, processors, stopping criteria, ...
+
+        Returns:
+            What `generate` returns: `torch.LongTensor` of the tokens, or a [`FalconGenerateOutput`] with
+            `return_dict_in_generate=True`.
+        """
         from .decoding import assisted_decoding
 
         return assisted_decoding(target, self, *args, **kwargs)
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
-        """Loads the drafting options. The repository's custom generation is for targets and does not replace ours."""
+        """
+        As [`PreTrainedModel.adjust_generation_fn`]: loads the drafting options. The repository's custom generation is
+        for targets and does not replace ours.
+        """
         with reading("generation_config.json"):
             GenerationMixin.adjust_generation_fn(self, *args, **{**kwargs, "trust_remote_code": False})
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """A drafter proposes tokens to a target and generates nothing by itself."""
+    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """
+        A drafter proposes tokens to a target and generates nothing by itself.
+
+        Args:
+            args, kwargs: not used.
+
+        Raises:
+            `TypeError`: always, saying what to call.
+        """
         raise TypeError(
             "A Falcon drafter generates nothing by itself: call `target.generate(**inputs, assistant_model=drafter)`, "
             "after `hf_falcon.enable()` if it was disabled."

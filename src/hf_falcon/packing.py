@@ -128,7 +128,12 @@ def pack_weights(model: nn.Module) -> None:
 
 
 def unpack_weights(model: nn.Module) -> None:
-    """Undoes [`pack_weights`]: the same parameters with the same values, to the bit. Does nothing to other models."""
+    """
+    Undoes [`pack_weights`]: the same parameters with the same values, to the bit. Does nothing to other models.
+
+    Args:
+        model (`torch.nn.Module`): see [`pack_weights`].
+    """
     for module in model.modules():
         if isinstance(module, PackedLinear):
             module.unpack()

@@ -114,8 +114,13 @@ def validate_paths(paths: Iterable[Sequence[int]]) -> list[Path]:
 
 def static_paths(num_nodes: int, max_depth: int, max_children: int) -> list[Path]:
     """
-    A static tree: the `num_nodes` nodes that are most likely to be accepted when a child of rank r is the right one
-    with probability 0.6 / (r + 1)^1.7. That falls as acceptance was measured to fall; only the order matters.
+    A static tree: the nodes that are most likely to be accepted when a child of rank r is the right one with
+    probability 0.6 / (r + 1)^1.7. That falls as acceptance was measured to fall; only the order matters.
+
+    Args:
+        num_nodes (`int`): nodes of the tree, the root not counted; fewer where no more fit.
+        max_depth (`int`): levels at most.
+        max_children (`int`): children of one node at most.
 
     Returns:
         `list[tuple[int, ...]]`: see [`validate_paths`].
@@ -140,6 +145,7 @@ class StaticTree:
 
     Args:
         paths (`list[tuple[int, ...]]`): see [`validate_paths`].
+        device (`torch.device`, *optional*, defaults to `"cpu"`): where the drafter is.
 
     Raises:
         `ValueError`: if the paths are no tree.

@@ -54,6 +54,9 @@ def parse_run(argv: list[str], types: Iterable[Any], prog: str, description: str
     """
     parser = _Parser(types, prog=prog, description=description, allow_abbrev=False)
     parser.add_argument("--config", help="YAML file with any of these arguments; the command line wins over it.")
+    # argparse's own usage names every argument: a page of its own before the list that explains them.
+    required = [f"--{action.dest} {action.dest.upper()}" for action in parser._actions if action.required]
+    parser.usage = " ".join([prog, *required, "[--config CONFIG] [--ARGUMENT VALUE ...]"])
     flags = [flag[2:] for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
 
     first = _Parser(prog=prog, add_help=False, allow_abbrev=False)
