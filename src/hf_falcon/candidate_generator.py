@@ -19,6 +19,7 @@ from .modeling_falcon_draft import FalconDraftModel, LSTMState, additive_mask
 from .pace import Experience, Guess, Pace
 from .target import FeatureTap
 from .tree import DraftTree, DynamicRound, DynamicTree, StaticRound, StaticTree, static_paths
+from .verification import TokenSequence, verify
 
 # Rows of one drafter forward over a prompt. Masks are rows * context, so a prompt costs no quadratic memory.
 _PREFILL_ROWS = 512
@@ -169,6 +170,10 @@ class FalconCandidateGenerator(CandidateGenerator):
             newest, depth = drafted.token_ids[:, -1], depth + size
             self.passes += 1
 
+    def verify(self, tree: DraftTree, logits: Tensor, sequence: TokenSequence) -> tuple[Tensor, int]:
+        """See [`verification.verify`]."""
+        return verify(tree, logits, sequence)
+
     def get_candidates(self, input_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         """
         The stock protocol: the prompt followed by the tree's most probable path.
@@ -252,10 +257,10 @@ class FalconCandidateGenerator(CandidateGenerator):
             here = predicted[blocks, offset]
             if marginals is None:
                 here = self.drafter.condition(here, self.head.embed(tokens[:, -1]))
-                log_probs, token_ids = self._candidates(here)
+                log_probs, token_ids, *proposals = self._candidates(here)
             else:
-                log_probs, token_ids = (each[blocks, offset] for each in marginals)
-            tree_round.add(log_probs + pace.correction(depth + offset + 1), token_ids)
+                log_probs, token_ids, *proposals = (each[blocks, offset] for each in marginals)
+            tree_round.add(log_probs + pace.correction(depth + offset + 1), token_ids, *proposals)
             branches = tree_round.branches()
             ends_block = offset == self._block_size - 1
             if branches is None or (ends_block and not pace.another_pass(branches, tree_round.best())):
@@ -265,7 +270,7 @@ class FalconCandidateGenerator(CandidateGenerator):
             features = torch.cat((features, here[:, None]), dim=1)[branches.rows]
         return _DraftedBlocks(blocks, tokens[:, 1:], features)
 
-    def _candidates(self, features: Tensor) -> tuple[Tensor, Tensor]:
+    def _candidates(self, features: Tensor) -> tuple[Tensor, ...]:
         """Most probable tokens for features of shape `(..., hidden_size)`: `(..., max_children)`, best first."""
         log_probs = self.head.logits(features).float().log_softmax(dim=-1)
         # A drafter that overflows must not break the order that the tree is cut by.

@@ -15,12 +15,14 @@ from transformers.utils import logging
 from .borrowed_head import was_trained_for
 from .candidate_generator import FalconCandidateGenerator
 from .costs import Circumstances, Costs, Stopwatch, load, measure, save
+from .draft_options import DraftOptions
 from .modeling_falcon_draft import FalconDraftModel
 from .pace import AdaptivePace, Pace, RoundTime, experience_of
 from .retrieval import ContextIndex
+from .speculative import SamplingCandidateGenerator
 from .statistics import FalconGenerateOutput, StatisticsRecorder
 from .target import TargetRun, why_no_tree
-from .verification import TokenSequence, verify
+from .verification import TokenSequence
 
 logger = logging.get_logger(__name__)
 
@@ -66,7 +68,11 @@ def assisted_decoding(
             **model_kwargs,
         )
         return FalconGenerateOutput(**output) if isinstance(output, GenerateDecoderOnlyOutput) else output
-    generator = FalconCandidateGenerator(drafter, target)
+    options = DraftOptions.from_generation_config(drafter.generation_config)
+    if options.verification == "speculative" and generation_config.do_sample:
+        generator: FalconCandidateGenerator = SamplingCandidateGenerator(drafter, target, options, logits_processor)
+    else:
+        generator = FalconCandidateGenerator(drafter, target, options)
     if not was_trained_for(drafter, target):
         logger.warning_once(
             f"The target's weights are not those of {drafter.config.target_name_or_path or 'the model'} that the "
@@ -123,7 +129,7 @@ def decode(run: TargetRun, generator: FalconCandidateGenerator, sequence: TokenS
         with statistics.measure("target"):
             logits, features = run.score(tree, sequence.input_ids)
         length = sequence.input_ids.shape[1]
-        path, accepted = verify(tree, logits, sequence)
+        path, accepted = generator.verify(tree, logits, sequence)
         time.target = watch.lap()
         run.keep(path, len(tree))
         unseen.append(features[:, path])
