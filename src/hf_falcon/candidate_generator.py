@@ -25,7 +25,7 @@ from .verification import TokenSequence, verify
 _PREFILL_ROWS = 512
 
 
-class _DraftedBlocks(NamedTuple):
+class DraftedBlocks(NamedTuple):
     """
     The blocks that a pass continues: the block of the pass before that each runs through (`(width,)`), its tokens
     there (`(width, block_size)`) and the features that led to them (`(width, block_size, hidden_size)`).
@@ -132,23 +132,20 @@ class FalconCandidateGenerator(CandidateGenerator):
         tree_round = self._tree.start(max_depth)
         self.passes = 0
         if drafts and self._block_features is not None and max_depth > 0:
-            self._draft(tree_round, root, self._block_features, pace)
+            self._draft(tree_round, self._grow(tree_round, self._block_features, root, 0, pace), pace)
         if guess is not None and isinstance(tree_round, DynamicRound):
             tree_round.add_path(*guess)
         return tree_round.finish(root, pace.size)
 
-    def _draft(self, tree_round: StaticRound | DynamicRound, root: Tensor, predicted: Tensor, pace: Pace) -> None:
-        """
-        Runs draft passes for as long as they pay, from the block that was committed last on (`predicted`, of shape
-        `(1, block_size, hidden_size)`).
-        """
+    def _draft(self, tree_round: StaticRound | DynamicRound, drafted: DraftedBlocks | None, pace: Pace) -> None:
+        """Runs draft passes for as long as they pay, from the blocks on that come after the committed positions."""
         size, base = self._block_size, self._committed
         states = self._lstm_state
         # Which drafted blocks each block of the last pass sees: those of its ancestors, in drafting order.
         lineage = torch.zeros(1, 0, dtype=torch.bool, device=self._device)
         self._cache.length = base
-        newest, depth = root, 0
-        while (drafted := self._grow(tree_round, predicted, newest, depth, pace)) is not None:
+        depth = 0
+        while drafted is not None:
             if states is not None:
                 states = (states[0][:, drafted.blocks], states[1][:, drafted.blocks])
             fused, states = self.drafter.fuse(drafted.features, self.head.embed(drafted.token_ids), states)
@@ -167,8 +164,9 @@ class FalconCandidateGenerator(CandidateGenerator):
                 self._cache,
             ).view(width, size, -1)
             self._cache.advance(width * size)
-            newest, depth = drafted.token_ids[:, -1], depth + size
+            depth += size
             self.passes += 1
+            drafted = self._grow(tree_round, predicted, drafted.token_ids[:, -1], depth, pace)
 
     def verify(self, tree: DraftTree, logits: Tensor, sequence: TokenSequence) -> tuple[Tensor, int]:
         """See [`verification.verify`]."""
@@ -236,7 +234,7 @@ class FalconCandidateGenerator(CandidateGenerator):
 
     def _grow(
         self, tree_round: StaticRound | DynamicRound, predicted: Tensor, newest: Tensor, depth: int, pace: Pace
-    ) -> _DraftedBlocks | None:
+    ) -> DraftedBlocks | None:
         """
         Grows the tree by the levels of one pass.
 
@@ -268,7 +266,7 @@ class FalconCandidateGenerator(CandidateGenerator):
             blocks = blocks[branches.rows]
             tokens = torch.cat((tokens[branches.rows], branches.token_ids[:, None]), dim=1)
             features = torch.cat((features, here[:, None]), dim=1)[branches.rows]
-        return _DraftedBlocks(blocks, tokens[:, 1:], features)
+        return DraftedBlocks(blocks, tokens[:, 1:], features)
 
     def _candidates(self, features: Tensor) -> tuple[Tensor, ...]:
         """Most probable tokens for features of shape `(..., hidden_size)`: `(..., max_children)`, best first."""

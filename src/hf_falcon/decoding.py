@@ -17,6 +17,7 @@ from .candidate_generator import FalconCandidateGenerator
 from .costs import Circumstances, Costs, Stopwatch, load, measure, save
 from .draft_options import DraftOptions
 from .modeling_falcon_draft import FalconDraftModel
+from .multi_root import MultiRootCandidateGenerator, decode_multi_root
 from .pace import AdaptivePace, Pace, RoundTime, experience_of
 from .retrieval import ContextIndex
 from .speculative import SamplingCandidateGenerator
@@ -69,8 +70,12 @@ def assisted_decoding(
         )
         return FalconGenerateOutput(**output) if isinstance(output, GenerateDecoderOnlyOutput) else output
     options = DraftOptions.from_generation_config(drafter.generation_config)
+    generator: FalconCandidateGenerator
     if options.verification == "speculative" and generation_config.do_sample:
-        generator: FalconCandidateGenerator = SamplingCandidateGenerator(drafter, target, options, logits_processor)
+        generator = SamplingCandidateGenerator(drafter, target, options, logits_processor)
+    elif options.verification == "multi_root" and generation_config.do_sample:
+        logger.warning_once("`verification` is 'multi_root': samples are biased, not distributed as plain decoding's.")
+        generator = MultiRootCandidateGenerator(drafter, target, options)
     else:
         generator = FalconCandidateGenerator(drafter, target, options)
     if not was_trained_for(drafter, target):
@@ -81,7 +86,10 @@ def assisted_decoding(
     sequence = TokenSequence(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     run = TargetRun(target, input_ids, generation_config, model_kwargs, drafter.config.feature_layers)
     try:
-        statistics = decode(run, generator, sequence)
+        if isinstance(generator, MultiRootCandidateGenerator):
+            statistics = decode_multi_root(run, generator, sequence)
+        else:
+            statistics = decode(run, generator, sequence)
     finally:
         cache = run.finish()
     if streamer is not None:

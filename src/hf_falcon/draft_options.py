@@ -18,7 +18,7 @@ _RANGES = {
 }
 _DEEPEST = 1024
 _SCHEDULES = ("heuristic", "constant")
-_VERIFICATIONS = ("exact", "speculative")
+_VERIFICATIONS = ("exact", "speculative", "multi_root")
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,10 @@ class DraftOptions:
             How drafts are verified when sampling. "exact": the tokens are those that plain decoding draws under the
             same seed. "speculative": candidates are drawn from the drafter and accepted by the ratio of probabilities.
             Tokens are distributed as plain decoding's, and are others; at high temperature a good drafter has more of
-            them accepted. The tree is a static one. Greedy decoding, and batches, are as with "exact".
+            them accepted. The tree is a static one. "multi_root": **biased**, samples are not distributed as plain
+            decoding's. Beside the token that the target drew its likeliest others begin trees, `draft_top_k` together,
+            and the one is kept that most tokens are accepted behind. Both draft trees of `num_assistant_tokens` nodes
+            every round and look nothing up. Greedy decoding, and batches, are as with "exact".
 
     Raises:
         `ValueError`: for a value out of range, naming the field, the value and what it may be.

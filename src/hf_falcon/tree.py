@@ -56,12 +56,15 @@ class Branches:
     Args:
         rows (`torch.LongTensor` of shape `(width,)`): the parent of each, as its row in the candidates last added.
         token_ids (`torch.LongTensor` of shape `(width,)`): their tokens.
-        log_probs (`torch.Tensor` of shape `(width,)`, *optional*): log-probabilities of their whole paths.
+        log_probs (`torch.Tensor` of shape `(width,)`, *optional*): log-probabilities of their whole paths, in
+            descending order.
+        depth (`int`, *optional*): their level, from 1.
     """
 
     rows: Tensor
     token_ids: Tensor
     log_probs: Tensor | None = None
+    depth: int = 0
 
 
 def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
@@ -216,7 +219,8 @@ class StaticRound:
         if self._candidates is None or depth == self._max_depth:
             return None
         level = self._tree.levels[depth - 1]
-        return Branches(level.extended_rows, self._candidates[level.extended_rows, level.extended_ranks])
+        tokens = self._candidates[level.extended_rows, level.extended_ranks]
+        return Branches(level.extended_rows, tokens, depth=depth)
 
     def best(self) -> Tensor:
         """See [`DynamicRound.best`]; no node is better than another."""
@@ -295,7 +299,7 @@ class DynamicRound:
         best = scores.topk(min(self._tree.width, scores.shape[0]))
         self._row_scores = best.values
         self._row_nodes = self._count - scores.shape[0] + best.indices
-        return Branches(best.indices // self._tree.max_children, tokens[best.indices], best.values)
+        return Branches(best.indices // self._tree.max_children, tokens[best.indices], best.values, self._depth)
 
     def best(self) -> Tensor:
         """Log-probabilities of the most probable nodes so far, in descending order: `num_nodes` at most."""

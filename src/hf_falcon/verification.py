@@ -49,7 +49,7 @@ class TokenSequence:
         self._processors = logits_processor
         self._criteria = stopping_criteria
         self._do_sample = generation_config.do_sample
-        self._streamer = streamer
+        self.streamer = streamer
 
     @property
     def root(self) -> Tensor:
@@ -94,8 +94,8 @@ class TokenSequence:
     def emit(self, token: Tensor) -> None:
         """Appends a token of shape `(1,)`, streams it, and asks the stopping criteria."""
         self.input_ids = torch.cat((self.input_ids, token[None].to(self.input_ids.device)), dim=1)
-        if self._streamer is not None:
-            self._streamer.put(token.cpu())
+        if self.streamer is not None:
+            self.streamer.put(token.cpu())
         self.finished = bool(self._criteria(self.input_ids, self.scores).all())
 
 
