@@ -276,9 +276,14 @@ def test_bench_with_a_decision_model(arguments, tmp_path, capsys):
     assert bench.main(words) == 0
     assert "`falcon_classifier` is left out: no decision model is given" in capsys.readouterr().out
     DecisionModel([1.0, 0.0, 0.0, 0.0], 0.0).save(tmp_path / "decision.json")
-    assert bench.main([*words, "--decision", str(tmp_path / "decision.json")]) == 0
-    row = bench_runs(tmp_path)[0]["falcon_classifier", "prompts"]
+    words += ["--decision", str(tmp_path / "decision.json"), "--output", str(tmp_path / "new" / "out")]
+    assert bench.main(words) == 0
+    row = bench_runs(tmp_path / "new")[0]["falcon_classifier", "prompts"]
     assert row["identical_prompts"] == 2 and row["tau"] is not None
+    # By another model it is another measurement.
+    DecisionModel([0.5, 0.0, 0.0, 0.0], 0.0).save(tmp_path / "decision.json")
+    with pytest.raises(ValueError, match="give another `output`"):
+        bench.main(words)
 
 
 def test_packed_methods_decode_with_packed_weights(models, tmp_path, monkeypatch):

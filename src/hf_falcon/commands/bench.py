@@ -157,6 +157,8 @@ def main(argv: list[str]) -> int:
     environment = _environment(models, dtype)
     measured = {**environment, **settings, "repeats": arguments.repeats, "prompts": _digest(data)}
     measured["draft_options"] = {name: asdict(_options(drafter)) for name, drafter in models.drafters.items()}
+    if models.decision is not None:
+        measured["decision"] = asdict(models.decision)
     if "eagle_like" in methods and "eagle_like" not in models.drafters:
         environment["eagle_like"] = "the drafter, with a static tree"
     file = TraceFile(arguments.output, measured)
