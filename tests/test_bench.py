@@ -2,6 +2,7 @@
 """The benchmark: its metrics on made-up traces, its runs on tiny models, killed and continued."""
 
 import json
+import math
 from types import SimpleNamespace
 
 import draft_fixtures
@@ -12,6 +13,7 @@ from transformers import GenerationMixin
 
 from hf_falcon import FalconCandidateGenerator
 from hf_falcon.bench import methods, report, scaled
+from hf_falcon.bench.decision import DecisionModel, known
 from hf_falcon.bench.medusa import MedusaLikeConfig, MedusaLikeModel
 from hf_falcon.bench.memory import drafter_bytes, weight_bytes
 from hf_falcon.bench.metrics import first_difference, summarise
@@ -21,10 +23,15 @@ from hf_falcon.bench.scaled import SHAPES, Shape, scaled_drafter, scaled_target
 from hf_falcon.bench.traces import TRACES_NAME, Trace, TraceFile
 from hf_falcon.borrowed_head import BorrowedHead
 from hf_falcon.commands import bench, train
+from hf_falcon.costs import Costs
+from hf_falcon.draft_options import DraftOptions
+from hf_falcon.pace import AdaptivePace, experience_of
 from hf_falcon.packing import is_packed
+from hf_falcon.retrieval import Continuation
 from hf_falcon.training.csgd import DistillationWeights, DraftBatch, draft_loss
 from hf_falcon.training.features import target_features
 from hf_falcon.training.token_file import TokenFile
+from hf_falcon.tree import Branches
 
 
 def trace(
@@ -100,6 +107,12 @@ def test_rows_for_each_data_set_and_for_all():
     assert rows["fast", "a"] == 2 and rows["fast", "b"] == 6 and rows["fast", "all"] == 4
     # What plain decoding has no counterpart of counts nowhere.
     assert summarise([trace("fast")], exact=True) == []
+
+
+def test_samples_may_be_others():
+    traces = [trace(), trace("other", tokens=(1, 2, 9, 4), seconds=(1.0,)), trace("other@3", tokens=(7, 2, 9, 4))]
+    assert [row["speedup"] for row in summarise(traces, exact=True, other_samples=("other",))] == [1.0, 2.0, 1.0]
+    assert [row["speedup"] for row in summarise(traces, exact=True, other_samples=("another",))] == [1.0, None, None]
 
 
 def test_report_is_drawn():
@@ -195,6 +208,82 @@ def test_every_method_answers_like_plain_decoding(models, tmp_path, settings):
             assert row["identical_prompts"] == row["num_prompts"] and row["speedup"] > 0
         assert (row["tau"] is None) is (row["method"] in ("plain", "prompt_lookup", "plain_packed"))
     assert [row["new_tokens"] for row in rows if row["method"] == "plain"] == [36, 12, 48]
+
+
+SAMPLING = ["falcon_speculative", "falcon_multi_root", "falcon_speculative@3"]
+
+
+@pytest.mark.parametrize("temperature", ["0", "0.8"])
+def test_bench_of_samples(arguments, tmp_path, temperature):
+    """Samples that are others by their method count, and greedy decoding is the same by all of them."""
+    words = ["--methods", ",".join(SAMPLING), "--temperature", temperature, "--max_turns", "1"]
+    assert bench.main([*arguments, *words]) == 0
+    runs, _ = bench_runs(tmp_path)
+    for name in SAMPLING:
+        row = runs[name, "prompts"]
+        assert row["speedup"] > 0 and row["tau"] is not None and row["new_tokens"] == 16
+        assert (row["identical_prompts"] == 2) is (temperature == "0")
+
+
+def branches(*log_probs, depth=1):
+    count = torch.arange(len(log_probs))
+    return Branches(count, count, torch.tensor(log_probs), depth)
+
+
+def test_decision_model(tmp_path):
+    found = known(branches(-0.5, -0.5, depth=3))
+    torch.testing.assert_close(found, torch.tensor([-0.5, 0.0, 0.6931, 3.0]), rtol=0, atol=1e-4)
+    assert known(branches(-0.1)).tolist() == pytest.approx([-0.1, 0.0, 0.0, 1.0])
+    draws = torch.Generator().manual_seed(0)
+    seen = torch.randn(4000, 4, generator=draws) * torch.tensor([2.0, 1.0, 0.5, 1.5])
+    chances = (seen @ torch.tensor([1.0, 0.0, -2.0, 0.5]) - 1.0).sigmoid()
+    model = DecisionModel.fit(seen, torch.bernoulli(chances, generator=draws))
+    assert model.weights == pytest.approx([1.0, 0.0, -2.0, 0.5], abs=0.2) and model.bias == pytest.approx(-1, abs=0.2)
+    model.save(tmp_path / "decision.json")
+    assert DecisionModel.load(tmp_path / "decision.json") == model
+    expected = torch.sigmoid(found @ torch.tensor(model.weights) + model.bias)
+    torch.testing.assert_close(model(branches(-0.5, -0.5, depth=3)), expected)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["no", "[]", '{"weights": [1]}', '{"weights": [1, 2, 3], "bias": 0}', '{"weights": [1, 2, 3, NaN], "bias": 0}'],
+)
+def test_files_that_are_no_decision_model(tmp_path, text):
+    (tmp_path / "decision.json").write_text(text)
+    with pytest.raises(ValueError, match="fit it anew, by examples/decision_model.py"):
+        DecisionModel.load(tmp_path / "decision.json")
+
+
+@pytest.mark.parametrize("says", [-1e3, 1e3])
+def test_the_decision_model_decides(models, says):
+    """Its method's passes, and no other's."""
+    models.decision = DecisionModel([0.0] * 4, says)
+    found, _ = methods.resolve(["falcon_classifier", "falcon_classifier@3", "falcon"], models)
+    paces = {}
+    for name, given in found.items():
+        costs = Costs({0: 1.0, 8: 1.4})
+        experience = experience_of(given["assistant_model"], models.target)
+        paces[name] = AdaptivePace(DraftOptions(num_assistant_tokens=8), experience, torch.device("cpu"), costs)
+        paces[name].guess(Continuation([], 0))
+    even = branches(math.log(0.3), math.log(0.3))
+    chosen = {name: pace.another_pass(even, even.log_probs) for name, pace in paces.items()}
+    assert chosen == {"falcon_classifier": says > 0, "falcon_classifier@3": says > 0, "falcon": True}
+
+
+def test_bench_with_a_decision_model(arguments, tmp_path, capsys):
+    words = [*arguments, "--max_turns", "1", "--methods", "falcon_classifier"]
+    assert bench.main(words) == 0
+    assert "`falcon_classifier` is left out: no decision model is given" in capsys.readouterr().out
+    DecisionModel([1.0, 0.0, 0.0, 0.0], 0.0).save(tmp_path / "decision.json")
+    words += ["--decision", str(tmp_path / "decision.json"), "--output", str(tmp_path / "new" / "out")]
+    assert bench.main(words) == 0
+    row = bench_runs(tmp_path / "new")[0]["falcon_classifier", "prompts"]
+    assert row["identical_prompts"] == 2 and row["tau"] is not None
+    # By another model it is another measurement.
+    DecisionModel([0.5, 0.0, 0.0, 0.0], 0.0).save(tmp_path / "decision.json")
+    with pytest.raises(ValueError, match="give another `output`"):
+        bench.main(words)
 
 
 def test_packed_methods_decode_with_packed_weights(models, tmp_path, monkeypatch):
@@ -326,6 +415,10 @@ FIXED = {
         ("falcon_no_decision", {**FIXED, "assistant_confidence_threshold": 0.0}),
         ("falcon_no_cost_model", {**FIXED, "prompt_lookup_num_tokens": 32}),
         ("falcon_no_lookup", {"prompt_lookup_num_tokens": 0}),
+        ("falcon_speculative", {**FIXED, "draft_tree": "static", "verification": "speculative"}),
+        ("falcon_multi_root", {**FIXED, "verification": "multi_root"}),
+        ("falcon_multi_root@5", {**FIXED, "num_assistant_tokens": 5, "verification": "multi_root"}),
+        ("falcon_classifier", {"num_assistant_tokens_schedule": "heuristic"}),
         ("falcon@5", {"num_assistant_tokens": 5}),
         ("eagle_like@5", {**FIXED, "num_assistant_tokens": 5, "draft_tree": "static"}),
     ],
@@ -333,6 +426,7 @@ FIXED = {
 def test_methods_leave_the_drafter_as_it_is(models, name, changes):
     drafter = models.drafters["falcon"]
     drafter.generation_config.assistant_confidence_threshold = 0.1
+    models.decision = DecisionModel([0.0] * 4, 0.0)
     before = drafter.generation_config.to_dict()
     changed = methods.resolve([name], models)[0][name]["assistant_model"]
     assert changed.generation_config.to_dict() == {**before, **changes}

@@ -22,6 +22,8 @@ from tiny_models import VOCAB, prompt, tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import AutoTokenizer
 
 import hf_falcon
+from hf_falcon import DraftTree, StaticTree
+from hf_falcon.bench.decision import DecisionModel
 from hf_falcon.bench.metrics import first_difference
 from hf_falcon.commands import generate
 from hf_falcon.commands import main as entry
@@ -582,3 +584,25 @@ def test_a_judge_learns_what_can_be_learnt():
     torch.testing.assert_close(logits.sigmoid(), chances[2000:], rtol=0, atol=0.1)
     pairs = logits[right[2000:] > 0][:, None] > logits[right[2000:] == 0]
     assert script.auc(logits, right[2000:]) == pytest.approx(pairs.double().mean().item())
+
+
+def test_decision_model(workplace, tmp_path, monkeypatch, capsys):
+    script = example("decision_model")
+    tiny_drafter(tiny_target("llama"), block_size=1, num_lstm_layers=0).save_pretrained(tmp_path)
+    words = ["--data", workplace / "tokens.safetensors", "--target", workplace / "target", "--drafter", tmp_path]
+    words += ["--prompts", "4", "--new_tokens", "20", "--output", tmp_path / "decision.json"]
+    monkeypatch.setattr("sys.argv", ["decision_model.py", *map(str, words)])
+    script.main()
+    printed = capsys.readouterr().out.splitlines()
+    # At 20 less the depth of a tree places of each answer, and all passes but the first.
+    assert printed[0].startswith(f"{4 * (20 - 4) * 3:,} passes")
+    assert [line.split(" | ")[0] for line in printed[4:]] == ["| probability of the paths", "| decision model"]
+    assert DecisionModel.load(tmp_path / "decision.json").bias != 0
+
+
+def test_depth_of_the_right_path():
+    script = example("decision_model")
+    tree = StaticTree([[0], [1], [1, 0], [1, 1]])
+    made = DraftTree(torch.tensor([5, 6, 7, 8, 9]), tree.parents, tree.depths, tree.visible)
+    for text, depth in {(6,): 1, (7, 9, 1): 2, (9,): 0, (5, 6): 0, (7, 8): 2, (6, 8): 1, (): 0}.items():
+        assert script.right_depth(made, list(text)) == depth

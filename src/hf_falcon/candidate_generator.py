@@ -19,12 +19,13 @@ from .modeling_falcon_draft import FalconDraftModel, LSTMState, additive_mask
 from .pace import Experience, Guess, Pace
 from .target import FeatureTap
 from .tree import DraftTree, DynamicRound, DynamicTree, StaticRound, StaticTree, static_paths
+from .verification import TokenSequence, verify
 
 # Rows of one drafter forward over a prompt. Masks are rows * context, so a prompt costs no quadratic memory.
 _PREFILL_ROWS = 512
 
 
-class _DraftedBlocks(NamedTuple):
+class DraftedBlocks(NamedTuple):
     """
     The blocks that a pass continues: the block of the pass before that each runs through (`(width,)`), its tokens
     there (`(width, block_size)`) and the features that led to them (`(width, block_size, hidden_size)`).
@@ -156,23 +157,20 @@ class FalconCandidateGenerator(CandidateGenerator):
         tree_round = self._tree.start(max_depth)
         self.passes = 0
         if drafts and self._block_features is not None and max_depth > 0:
-            self._draft(tree_round, root, self._block_features, pace)
+            self._draft(tree_round, self._grow(tree_round, self._block_features, root, 0, pace), pace)
         if guess is not None and isinstance(tree_round, DynamicRound):
             tree_round.add_path(*guess)
         return tree_round
 
-    def _draft(self, tree_round: StaticRound | DynamicRound, root: Tensor, predicted: Tensor, pace: Pace) -> None:
-        """
-        Runs draft passes for as long as they pay, from the block that was committed last on (`predicted`, of shape
-        `(1, block_size, hidden_size)`).
-        """
+    def _draft(self, tree_round: StaticRound | DynamicRound, drafted: DraftedBlocks | None, pace: Pace) -> None:
+        """Runs draft passes for as long as they pay, from the blocks on that come after the committed positions."""
         size, base = self._block_size, self._committed
         states = self._lstm_state
         # Which drafted blocks each block of the last pass sees: those of its ancestors, in drafting order.
         lineage = torch.zeros(1, 0, dtype=torch.bool, device=self._device)
         self._cache.length = base
-        newest, depth = root, 0
-        while (drafted := self._grow(tree_round, predicted, newest, depth, pace)) is not None:
+        depth = 0
+        while drafted is not None:
             if states is not None:
                 states = (states[0][:, drafted.blocks], states[1][:, drafted.blocks])
             fused, states = self.drafter.fuse(drafted.features, self.head.embed(drafted.token_ids), states)
@@ -191,8 +189,13 @@ class FalconCandidateGenerator(CandidateGenerator):
                 self._cache,
             ).view(width, size, -1)
             self._cache.advance(width * size)
-            newest, depth = drafted.token_ids[:, -1], depth + size
+            depth += size
             self.passes += 1
+            drafted = self._grow(tree_round, predicted, drafted.token_ids[:, -1], depth, pace)
+
+    def verify(self, tree: DraftTree, logits: Tensor, sequence: TokenSequence) -> tuple[Tensor, int]:
+        """See [`verification.verify`]."""
+        return verify(tree, logits, sequence)
 
     def get_candidates(self, input_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         """
@@ -257,7 +260,7 @@ class FalconCandidateGenerator(CandidateGenerator):
 
     def _grow(
         self, tree_round: StaticRound | DynamicRound, predicted: Tensor, newest: Tensor, depth: int, pace: Pace
-    ) -> _DraftedBlocks | None:
+    ) -> DraftedBlocks | None:
         """
         Grows the tree by the levels of one pass.
 
@@ -278,10 +281,10 @@ class FalconCandidateGenerator(CandidateGenerator):
             here = predicted[blocks, offset]
             if marginals is None:
                 here = self.drafter.condition(here, self.head.embed(tokens[:, -1]))
-                log_probs, token_ids = self._candidates(here)
+                log_probs, token_ids, *proposals = self._candidates(here)
             else:
-                log_probs, token_ids = (each[blocks, offset] for each in marginals)
-            tree_round.add(log_probs + pace.correction(depth + offset + 1), token_ids)
+                log_probs, token_ids, *proposals = (each[blocks, offset] for each in marginals)
+            tree_round.add(log_probs + pace.correction(depth + offset + 1), token_ids, *proposals)
             branches = tree_round.branches()
             ends_block = offset == self._block_size - 1
             if branches is None or (ends_block and not pace.another_pass(branches, tree_round.best())):
@@ -289,9 +292,9 @@ class FalconCandidateGenerator(CandidateGenerator):
             blocks = blocks[branches.rows]
             tokens = torch.cat((tokens[branches.rows], branches.token_ids[:, None]), dim=1)
             features = torch.cat((features, here[:, None]), dim=1)[branches.rows]
-        return _DraftedBlocks(blocks, tokens[:, 1:], features)
+        return DraftedBlocks(blocks, tokens[:, 1:], features)
 
-    def _candidates(self, features: Tensor) -> tuple[Tensor, Tensor]:
+    def _candidates(self, features: Tensor) -> tuple[Tensor, ...]:
         """Most probable tokens for features of shape `(..., hidden_size)`: `(..., max_children)`, best first."""
         log_probs = self.head.logits(features).float().log_softmax(dim=-1)
         # A drafter that overflows must not break the order that the tree is cut by.

@@ -21,10 +21,12 @@ from .draft_options import DraftOptions, set_by_call
 from .drafting import Drafting
 from .layer_outputs import LayerOutputs
 from .modeling_falcon_draft import FalconDraftModel
+from .multi_root import MultiRootCandidateGenerator, decode_multi_root
 from .pace import AdaptivePace, Pace, experience_of
+from .speculative import SamplingCandidateGenerator
 from .statistics import FalconGenerateOutput, StatisticsRecorder
 from .target import TargetRun, why_no_tree
-from .verification import TokenSequence, verify
+from .verification import TokenSequence
 
 logger = logging.get_logger(__name__)
 
@@ -90,7 +92,16 @@ def assisted_decoding(
     if unused:
         logger.warning_once(f"{', '.join(f'`{name}`' for name in unused)}: no effect with a Falcon drafter.")
     options = DraftOptions.from_generation_config(drafter.generation_config, generation_config)
-    generator = FalconCandidateGenerator(drafter, target, options)
+    # Of a single prompt of tokens; others are verified exactly.
+    verification = options.verification if generation_config.do_sample and input_ids.shape[0] == 1 else "exact"
+    generator: FalconCandidateGenerator
+    if verification == "speculative":
+        generator = SamplingCandidateGenerator(drafter, target, options, logits_processor)
+    elif verification == "multi_root" and model_kwargs.get("inputs_embeds") is None:
+        logger.warning_once("`verification` is 'multi_root': samples are biased, not distributed as plain decoding's.")
+        generator = MultiRootCandidateGenerator(drafter, target, options)
+    else:
+        generator = FalconCandidateGenerator(drafter, target, options)
     if not was_trained_for(drafter, target):
         logger.warning_once(
             f"The target's weights are not those of {drafter.config.target_name_or_path or 'the model'} that the "
@@ -103,7 +114,10 @@ def assisted_decoding(
     sequence = TokenSequence(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     run = TargetRun(target, input_ids, generation_config, model_kwargs, drafter.config.feature_layers)
     try:
-        statistics = decode(run, generator, sequence)
+        if isinstance(generator, MultiRootCandidateGenerator):
+            statistics = decode_multi_root(run, generator, sequence)
+        else:
+            statistics = decode(run, generator, sequence)
     finally:
         cache = run.finish()
     if streamer is not None:
@@ -129,7 +143,7 @@ def decode(run: TargetRun, generator: FalconCandidateGenerator, sequence: TokenS
         watch = Stopwatch()
         with statistics.measure("target"):
             logits, features = run.score(tree, sequence.input_ids)
-        path, accepted = verify(tree, logits, sequence)
+        path, accepted = generator.verify(tree, logits, sequence)
         seconds = watch.lap()
         run.keep(path, len(tree))
         drafting.learn(tree, path, accepted, features[:, path], seconds)

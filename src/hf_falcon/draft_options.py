@@ -19,6 +19,7 @@ _RANGES = {
 }
 _DEEPEST = 1024
 _SCHEDULES = ("heuristic", "constant")
+_VERIFICATIONS = ("exact", "speculative", "multi_root")
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,14 @@ class DraftOptions:
         prompt_lookup_num_tokens (`int`, *optional*, defaults to 32):
             Tokens of a continuation found in the context that a dynamic tree takes in, at most; they count as nodes. 0
             looks nothing up.
+        verification (`str`, *optional*, defaults to `"exact"`):
+            How drafts are verified when sampling. "exact": the tokens are those that plain decoding draws under the
+            same seed. "speculative": candidates are drawn from the drafter and accepted by the ratio of probabilities.
+            Tokens are distributed as plain decoding's, and are others; at high temperature a good drafter has more of
+            them accepted. The tree is a static one. "multi_root": **biased**, samples are not distributed as plain
+            decoding's. Beside the token that the target drew its likeliest others begin trees, `draft_top_k` together,
+            and the one is kept that most tokens are accepted behind. Both draft trees of `num_assistant_tokens` nodes
+            every round and look nothing up. Greedy decoding, and batches, are as with "exact".
 
     Raises:
         `ValueError`: for a value out of range, naming the field, the value and what it may be.
@@ -63,6 +72,7 @@ class DraftOptions:
     draft_tree: str | Sequence[Sequence[int]] = "dynamic"
     assistant_confidence_threshold: float = 0.05
     prompt_lookup_num_tokens: int = 32
+    verification: str = "exact"
 
     def __post_init__(self) -> None:
         for name, (least, largest) in _RANGES.items():
@@ -75,6 +85,9 @@ class DraftOptions:
         if schedule not in _SCHEDULES:
             known = ", ".join(map(repr, _SCHEDULES))
             raise ValueError(f"`num_assistant_tokens_schedule` is {schedule!r}: set it to one of {known}.")
+        if self.verification not in _VERIFICATIONS:
+            known = ", ".join(map(repr, _VERIFICATIONS))
+            raise ValueError(f"`verification` is {self.verification!r}: set it to one of {known}.")
         threshold = self.assistant_confidence_threshold
         if not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
             raise ValueError(f"`assistant_confidence_threshold` is {threshold!r}: set it between 0 and 1.")

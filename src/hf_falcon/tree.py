@@ -33,6 +33,8 @@ class DraftTree:
             ancestor, or is it.
         log_probs (`torch.Tensor` of shape `(nodes,)`, *optional*): log-probability of each node's path; the root's
             is 0.
+        proposals (`torch.Tensor` of shape `(inner nodes, draft_vocab_size)`, *optional*): where children were drawn,
+            the distribution that they are of, for each node that has some.
     """
 
     token_ids: Tensor
@@ -40,6 +42,7 @@ class DraftTree:
     depths: Tensor
     visible: Tensor
     log_probs: Tensor | None = None
+    proposals: Tensor | None = None
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
@@ -53,12 +56,15 @@ class Branches:
     Args:
         rows (`torch.LongTensor` of shape `(width,)`): the parent of each, as its row in the candidates last added.
         token_ids (`torch.LongTensor` of shape `(width,)`): their tokens.
-        log_probs (`torch.Tensor` of shape `(width,)`, *optional*): log-probabilities of their whole paths.
+        log_probs (`torch.Tensor` of shape `(width,)`, *optional*): log-probabilities of their whole paths, in
+            descending order.
+        depth (`int`, *optional*): their level, from 1.
     """
 
     rows: Tensor
     token_ids: Tensor
     log_probs: Tensor | None = None
+    depth: int = 0
 
 
 def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
@@ -199,13 +205,19 @@ class StaticRound:
     def __init__(self, tree: StaticTree, max_depth: int):
         self._tree, self._max_depth = tree, max_depth
         self._tokens: list[Tensor] = []
+        self._proposals: list[Tensor] = []
         self._candidates: Tensor | None = None
 
-    def add(self, log_probs: Tensor, token_ids: Tensor) -> None:
-        """See [`DynamicRound.add`]; a static tree does not look at probabilities."""
+    def add(self, log_probs: Tensor, token_ids: Tensor, *proposals: Tensor) -> None:
+        """
+        See [`DynamicRound.add`]; a static tree does not look at probabilities. It keeps `proposals`, the distributions
+        that the candidates were drawn from, of shape `(rows, draft_vocab_size)`.
+        """
         level = self._tree.levels[len(self._tokens)]
         self._candidates = token_ids
         self._tokens.append(token_ids[level.rows, level.ranks])
+        # Rows are the nodes with children of the level above, in their order; all levels' are those of the tree.
+        self._proposals += proposals
 
     def branches(self) -> Branches | None:
         """See [`DynamicRound.branches`]."""
@@ -213,7 +225,8 @@ class StaticRound:
         if self._candidates is None or depth == self._max_depth:
             return None
         level = self._tree.levels[depth - 1]
-        return Branches(level.extended_rows, self._candidates[level.extended_rows, level.extended_ranks])
+        tokens = self._candidates[level.extended_rows, level.extended_ranks]
+        return Branches(level.extended_rows, tokens, depth=depth)
 
     def best(self) -> Tensor:
         """See [`DynamicRound.best`]; no node is better than another."""
@@ -224,7 +237,10 @@ class StaticRound:
         tree = self._tree
         nodes = tree.nodes_to_depth[len(self._tokens)]
         tokens = torch.cat([root, *self._tokens])
-        return DraftTree(tokens, tree.parents[:nodes], tree.depths[:nodes], tree.visible[:nodes, :nodes])
+        proposals = torch.cat(self._proposals) if self._proposals else None
+        return DraftTree(
+            tokens, tree.parents[:nodes], tree.depths[:nodes], tree.visible[:nodes, :nodes], proposals=proposals
+        )
 
 
 class DynamicTree:
@@ -289,7 +305,7 @@ class DynamicRound:
         best = scores.topk(min(self._tree.width, scores.shape[0]))
         self._row_scores = best.values
         self._row_nodes = self._count - scores.shape[0] + best.indices
-        return Branches(best.indices // self._tree.max_children, tokens[best.indices], best.values)
+        return Branches(best.indices // self._tree.max_children, tokens[best.indices], best.values, self._depth)
 
     def best(self) -> Tensor:
         """Log-probabilities of the most probable nodes so far, in descending order: `num_nodes` at most."""

@@ -55,7 +55,7 @@ class TokenSequence:
         self._processors = logits_processor
         self._criteria = stopping_criteria
         self._do_sample = generation_config.do_sample
-        self._streamer = streamer
+        self.streamer = streamer
         self._draw = draw or _draw
 
     @property
@@ -88,22 +88,27 @@ class TokenSequence:
         Returns:
             `torch.LongTensor` of shape `(1,)`.
         """
+        scores = self.process(logits)
+        if self._do_sample:
+            return self._draw(scores.softmax(dim=-1))
+        self.near_ties.observe(logits, scores)
+        return scores.argmax(dim=-1)
+
+    def process(self, logits: Tensor) -> Tensor:
+        """The scores that the next token is chosen by, in float32, of the shape of `logits`; see `choose`."""
         raw = logits.to(device=self.input_ids.device, dtype=torch.float32, copy=True)
         scores = self._processors(self.input_ids, raw)
         if self.scores is not None:
             self.scores += (scores,)
         if self.logits is not None:
             self.logits += (raw,)
-        if self._do_sample:
-            return self._draw(scores.softmax(dim=-1))
-        self.near_ties.observe(logits, scores)
-        return scores.argmax(dim=-1)
+        return scores
 
     def emit(self, token: Tensor) -> None:
         """Appends a token of shape `(1,)`, streams it, and asks the stopping criteria."""
         self.input_ids = torch.cat((self.input_ids, token[None].to(self.input_ids.device)), dim=1)
-        if self._streamer is not None:
-            self._streamer.put(token.cpu())
+        if self.streamer is not None:
+            self.streamer.put(token.cpu())
         self.finished = bool(self._criteria(self.input_ids, self.scores).all())
 
 
@@ -134,15 +139,28 @@ def verify(tree: DraftTree, logits: Tensor, sequence: TokenSequence) -> tuple[Te
                 break
         sequence.near_ties.observe(logits[accepted_path[:emitted]])
         return accepted_path[:emitted], min(emitted, accepted_path.shape[0] - 1)
-    # The host walks, as processors and criteria may read the whole prefix at every step.
+    return walk(tree, sequence, lambda node, children: sequence.choose(logits[node][None]))
+
+
+def walk(tree: DraftTree, sequence: TokenSequence, choose: Callable[[int, list[int]], Tensor]) -> tuple[Tensor, int]:
+    """
+    Walks down a tree node by node: the host does, as processors and criteria may read the whole prefix at every step.
+
+    Args:
+        tree, sequence: see [`verify`].
+        choose (`Callable`): gives the next token, of shape `(1,)`, after a node with these children.
+
+    Returns:
+        See [`verify`].
+    """
     parents, drafted = tree.parents.tolist(), tree.token_ids.tolist()
     path, node, accepted = [0], 0, 0
     while True:
-        token = sequence.choose(logits[node][None])
+        children = [i for i in range(node + 1, len(parents)) if parents[i] == node]
+        token = choose(node, children)
         sequence.emit(token)
         chosen = int(token)
-        children = (i for i in range(node + 1, len(parents)) if parents[i] == node and drafted[i] == chosen)
-        child = next(children, None)
+        child = next((i for i in children if drafted[i] == chosen), None)
         accepted += child is not None
         if child is None or sequence.finished:
             return torch.tensor(path, device=tree.token_ids.device), accepted

@@ -13,8 +13,11 @@ from transformers import PreTrainedModel
 
 from ..draft_options import DraftOptions
 from ..modeling_falcon_draft import FalconDraftModel
+from ..pace import experience_of
+from .decision import DecisionModel
 
 FALCON = "falcon"
+_CLASSIFIER = "falcon_classifier"
 # Trees of a fixed size that do well: on two cores, and where 32 nodes cost what one does.
 _FIXED_SIZES = {
     "cpu": {"num_assistant_tokens": 8, "num_draft_passes": 3},
@@ -34,6 +37,7 @@ class Models:
         draft_model ([`PreTrainedModel`], *optional*): a smaller language model with the target's tokenizer.
         longest_context (`int`, *optional*): tokens of the longest dialogue, answers included.
         absent (`dict[str, str]`, *optional*): why a drafter is not among these, by its name.
+        decision ([`DecisionModel`], *optional*): says for "falcon_classifier" whether a draft pass pays.
     """
 
     target: PreTrainedModel
@@ -41,6 +45,7 @@ class Models:
     draft_model: PreTrainedModel | None = None
     longest_context: int | None = None
     absent: dict[str, str] = field(default_factory=dict)
+    decision: DecisionModel | None = None
 
 
 class NotAvailable(ValueError):
@@ -99,6 +104,13 @@ def _draft_model(models: Models) -> dict[str, Any]:
     return {"assistant_model": models.draft_model}
 
 
+def _classifier(models: Models) -> dict[str, Any]:
+    if models.decision is None:
+        raise NotAvailable("no decision model is given: examples/decision_model.py fits one, for `--decision`")
+    # A copy, so that what it learns is its own.
+    return _drafter(models, num_assistant_tokens_schedule="heuristic")
+
+
 METHODS: dict[str, Callable[[Models], dict[str, Any]]] = {
     "plain": lambda models: {},
     "plain_compiled": _plain_compiled,
@@ -118,11 +130,25 @@ METHODS: dict[str, Callable[[Models], dict[str, Any]]] = {
     "falcon_no_cost_model": partial(_fixed_tree, prompt_lookup_num_tokens=DraftOptions.prompt_lookup_num_tokens),
     "falcon_no_lookup": partial(_drafter, prompt_lookup_num_tokens=0),
     "falcon": _drafter,
+    # A fitted decision model says whether another pass pays, not the drafter's probabilities.
+    _CLASSIFIER: _classifier,
+    # When sampling: candidates that are drawn, and, biased, several roots (improved MCSD). Else as the methods above.
+    "falcon_speculative": partial(_fixed_tree, draft_tree="static", verification="speculative"),
+    "falcon_multi_root": partial(_fixed_tree, verification="multi_root"),
     "plain_packed": lambda models: {},
     "falcon_packed": _drafter,
 }
 # Methods that decode with packed weights.
 PACKED = ("plain_packed", "falcon_packed")
+# Methods whose samples are others than plain decoding's under the same seed.
+OTHER_SAMPLES = (
+    "prompt_lookup",
+    "prompt_lookup_8",
+    "early_exit",
+    "draft_model",
+    "falcon_speculative",
+    "falcon_multi_root",
+)
 
 
 def resolve(names: list[str], models: Models) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
@@ -159,6 +185,8 @@ def resolve(names: list[str], models: Models) -> tuple[dict[str, dict[str, Any]]
             if not budget.isdecimal() or int(budget) < 1:
                 raise ValueError(f"`methods` has {name!r}: give a number of nodes after the @, as in `{base}@8`.")
             arguments["assistant_model"] = _with_options(drafter, num_assistant_tokens=int(budget))
+        if base == _CLASSIFIER and models.decision is not None:
+            experience_of(arguments["assistant_model"], models.target).continued = models.decision
         found[name] = arguments
     return found, absent
 

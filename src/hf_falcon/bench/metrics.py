@@ -20,13 +20,14 @@ def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None
     return next((place for place, (one, other) in pairs if one != other), min(len(tokens), len(others)))
 
 
-def summarise(traces: Iterable[Trace], exact: bool) -> list[dict[str, Any]]:
+def summarise(traces: Iterable[Trace], exact: bool, other_samples: Sequence[str] = ()) -> list[dict[str, Any]]:
     """
     One row for each method and data set, and one for each method over `"all"` of them where these are several.
 
     Args:
         traces (iterable of [`Trace`]): what was measured; plain decoding among it.
         exact (`bool`): the dtype was float32: a method whose tokens are not plain decoding's gets no speed-up.
+        other_samples (sequence of `str`, *optional*): methods whose tokens may be others all the same.
 
     Returns:
         `list[dict]`: rows in the order of first appearance, see the README.
@@ -41,7 +42,8 @@ def summarise(traces: Iterable[Trace], exact: bool) -> list[dict[str, Any]]:
             # Only what both decoded: a run that was stopped has rows without their counterpart.
             own = [t for t in traces if t.method == method and name in (t.data, "all") and t.key[1:] in plain]
             if own:
-                rows.append(_row(method, name, own, [plain[trace.key[1:]] for trace in own], exact))
+                must_equal = exact and method.partition("@")[0] not in other_samples
+                rows.append(_row(method, name, own, [plain[trace.key[1:]] for trace in own], must_equal))
     return rows
 
 

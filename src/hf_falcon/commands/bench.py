@@ -15,9 +15,10 @@ import torch
 from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedTokenizerBase
 
 from ..bench import report
+from ..bench.decision import DecisionModel
 from ..bench.medusa import MedusaLikeModel
 from ..bench.memory import drafter_bytes, weight_bytes
-from ..bench.methods import FALCON, METHODS, Models, resolve
+from ..bench.methods import FALCON, METHODS, OTHER_SAMPLES, Models, resolve
 from ..bench.metrics import PLAIN, summarise
 from ..bench.prompts import HUB_DATA, read_turns
 from ..bench.runner import Benchmark, longest_context
@@ -67,6 +68,9 @@ class BenchArguments:
         metadata={"help": "NAME=FOLDER: more drafters, each a method of that name.", "action": "extend"},
     )
     draft_model: str | None = field(default=None, metadata={"help": "Smaller language model, for `draft_model`."})
+    decision: str | None = field(
+        default=None, metadata={"help": "File of examples/decision_model.py, for `falcon_classifier`."}
+    )
     methods: str = field(
         default="plain,prompt_lookup,falcon",
         metadata={
@@ -153,6 +157,8 @@ def main(argv: list[str]) -> int:
     environment = _environment(models, dtype)
     measured = {**environment, **settings, "repeats": arguments.repeats, "prompts": _digest(data)}
     measured["draft_options"] = {name: asdict(_options(drafter)) for name, drafter in models.drafters.items()}
+    if models.decision is not None:
+        measured["decision"] = asdict(models.decision)
     if "eagle_like" in methods and "eagle_like" not in models.drafters:
         environment["eagle_like"] = "the drafter, with a static tree"
     file = TraceFile(arguments.output, measured)
@@ -167,7 +173,8 @@ def main(argv: list[str]) -> int:
         print(f"All of it was measured before: delete {Path(arguments.output) / TRACES_NAME} to measure it again.")
     Benchmark(models.target, tokenizer, methods, settings, arguments.repeats).run(data, file)
 
-    rows = summarise([trace for key, trace in file.traces.items() if key in wanted], exact)
+    traces = [trace for key, trace in file.traces.items() if key in wanted]
+    rows = summarise(traces, exact, OTHER_SAMPLES if settings["do_sample"] else ())
     _add_drafting(rows, methods, models, arguments.scaled)
     folder = Path(arguments.output)
     write_atomically(folder / "report.json", json.dumps({"environment": environment, "runs": rows}, indent=2).encode())
@@ -210,6 +217,8 @@ def _load(
     if arguments.draft_model is not None:
         draft_model = AutoModelForCausalLM.from_pretrained(arguments.draft_model, dtype=dtype)
         models.draft_model = draft_model.to(device).eval()
+    if arguments.decision is not None:
+        models.decision = DecisionModel.load(arguments.decision)
     if arguments.scaled is not None:
         _scale(models, arguments.scaled)
     return models, tokenizer

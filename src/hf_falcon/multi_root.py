@@ -1,0 +1,159 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+Improved MCSD's target-initialised trees with several roots (arXiv 2409.10644): biased.
+
+A round begins with the token that the target drew and with its likeliest others beside it. Each root has a tree, each
+tree is replayed as ever, and the text goes on with the root that most tokens are accepted behind. So a token is
+preferred for being followed by what the drafter foresees: not what the target alone would write.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from .candidate_generator import DraftedBlocks, FalconCandidateGenerator
+from .draft_options import DraftOptions
+from .modeling_falcon_draft import FalconDraftModel
+from .pace import Experience, Pace
+from .statistics import StatisticsRecorder
+from .target import TargetRun
+from .tree import DraftTree, DynamicTree
+from .verification import TokenSequence, verify
+
+
+class MultiRootCandidateGenerator(FalconCandidateGenerator):
+    """
+    Proposes trees with several roots. They stand one level below the last token that is certain, so the last block of
+    known positions is drafted from, not committed: each root goes with the last of them.
+
+    Args:
+        drafter, target, options: see [`FalconCandidateGenerator`]; every tree is a dynamic one.
+    """
+
+    def __init__(self, drafter: FalconDraftModel, target: PreTrainedModel, options: DraftOptions):
+        super().__init__(drafter, target, replace(options, draft_tree="dynamic"))
+        self.block_size = drafter.config.block_size
+
+    def propose_roots(
+        self, features: Tensor, token_ids: Tensor, roots: Tensor, log_probs: Tensor, max_depth: int
+    ) -> DraftTree:
+        """
+        Drafts the trees of a round.
+
+        Args:
+            features (`torch.Tensor` of shape `(1, block_size, ...)`): of the last known positions, not committed.
+            token_ids (`torch.LongTensor` of shape `(1, block_size - 1)`): the token after each but the last of these.
+            roots (`torch.LongTensor` of shape `(roots,)`): the tokens after the last.
+            log_probs (`torch.Tensor` of shape `(roots,)`): their log-probabilities; those of the tokens drawn are 0.
+            max_depth (`int`): tokens that a path may have at most behind its root.
+
+        Returns:
+            [`DraftTree`]: trees with roots of depth 0, each its own parent.
+        """
+        self.passes = 0
+        tree_round = self._tree.start(max_depth + 1)
+        roots = roots.to(self._device)
+        tree_round.add(log_probs[None].to(self._device), roots[None])
+        branches = tree_round.branches()
+        if branches is not None and self._committed > 0:
+            width = branches.token_ids.shape[0]
+            known = token_ids.to(self._device).expand(width, -1)
+            drafted = DraftedBlocks(
+                torch.zeros_like(branches.rows),
+                torch.cat((known, branches.token_ids[:, None]), dim=1),
+                features.to(self._device).expand(width, -1, -1),
+            )
+            self._draft(tree_round, drafted, Pace(self.options, Experience(), self._device))
+        tree = tree_round.finish(roots[:1])
+        # Without the node above the roots, whose token is known.
+        own = torch.arange(len(tree) - 1, device=self._device)
+        parents = torch.where(tree.depths[1:] == 1, own, tree.parents[1:] - 1)
+        return DraftTree(tree.token_ids[1:], parents, tree.depths[1:] - 1, tree.visible[1:, 1:])
+
+    def _build_tree(self) -> DynamicTree:
+        tree = super()._build_tree()
+        assert isinstance(tree, DynamicTree)
+        return DynamicTree(tree.num_nodes + 1, tree.max_depth + 1, tree.max_children, tree.width)
+
+
+def decode_multi_root(
+    run: TargetRun, generator: MultiRootCandidateGenerator, sequence: TokenSequence
+) -> StatisticsRecorder:
+    """See [`decoding.decode`]."""
+    statistics = StatisticsRecorder(run.model.device)
+    # Tokens are streamed once their root is chosen.
+    streamer, sequence.streamer = sequence.streamer, None
+    size, streamed = generator.block_size, sequence.input_ids.shape[1]
+    with statistics.measure("target"):
+        logits, held = run.prefill(sequence.input_ids)
+    sequence.emit(sequence.choose(logits))
+    while True:
+        certain = sequence.input_ids.shape[1] - (not sequence.finished)
+        if streamer is not None:
+            for token in sequence.input_ids[0, streamed:certain].cpu().split(1):
+                streamer.put(token)
+        streamed = certain
+        if sequence.finished:
+            return statistics
+        deepest = run.max_tree_depth()
+        limit = sequence.tokens_left - 1 if deepest is None else min(sequence.tokens_left - 1, deepest)
+        rivals, log_probs = _rivals(sequence, logits, generator.options.draft_top_k - 1 if limit > 0 else 0)
+        forks = {int(fork.root): fork for fork in (sequence, *rivals)}
+        with statistics.measure("drafter"):
+            tokens, ready = sequence.input_ids[:, -held.shape[1] :], held.shape[1] - size
+            if ready > 0:
+                generator.commit(held[:, :ready], tokens[:, :ready], run.length - held.shape[1])
+                held, tokens = held[:, ready:], tokens[:, ready:]
+            tree = generator.propose_roots(held, tokens[:, :-1], torch.tensor(list(forks)), log_probs, limit)
+        with statistics.measure("target"):
+            scored, features = run.score(tree, sequence.input_ids)
+        best, path, accepted = sequence, tree.parents[:0], -1
+        # The token that the target drew comes first, and stays where no other is followed by more.
+        for root in (tree.depths == 0).nonzero()[:, 0]:
+            fork = forks[int(tree.token_ids[root])]
+            nodes = tree.visible[:, root].nonzero()[:, 0]
+            found, count = verify(_subtree(tree, nodes), scored[nodes], fork)
+            if count > accepted:
+                best, path, accepted = fork, nodes[found], count
+        run.keep(path, len(tree))
+        held = torch.cat((held, features[:, path]), dim=1)
+        logits = scored[path[-1:]]
+        vars(sequence).update(vars(best))
+        statistics.add_round(len(tree) - 1, accepted)
+
+
+def _rivals(sequence: TokenSequence, logits: Tensor, count: int) -> tuple[list[TokenSequence], Tensor]:
+    """
+    The sequence with each of the `count` likeliest other tokens instead of its newest, which `logits`, of shape
+    `(1, vocab_size)`, led to; and log-probabilities, 0 for the newest and then those of the others.
+    """
+    before = copy.copy(sequence)
+    before.input_ids = sequence.input_ids[:, :-1]
+    log_probs = copy.copy(before).process(logits).log_softmax(dim=-1)[0]
+    log_probs = log_probs.index_fill(0, sequence.root, -torch.inf)
+    found, kept = [], [0.0]
+    for log_prob, token in zip(*(each.tolist() for each in log_probs.topk(min(count, len(log_probs))))):
+        # What the processors leave no probability is never to be written.
+        if log_prob == -torch.inf:
+            break
+        fork = copy.copy(before)
+        fork.emit(sequence.root.new_tensor([token]))
+        # A text that ends here has nothing behind it to be preferred for.
+        if not fork.finished:
+            found.append(fork)
+            kept.append(log_prob)
+    return found, torch.tensor(kept)
+
+
+def _subtree(tree: DraftTree, nodes: Tensor) -> DraftTree:
+    """The tree of some nodes: of one root, and all below it."""
+    place = torch.zeros(len(tree), dtype=torch.long, device=nodes.device)
+    place[nodes] = torch.arange(len(nodes), device=nodes.device)
+    return DraftTree(
+        tree.token_ids[nodes], place[tree.parents[nodes]], tree.depths[nodes], tree.visible[nodes][:, nodes]
+    )
