@@ -4,6 +4,7 @@
 import argparse
 import ast
 import dataclasses
+import itertools
 import json
 import re
 import shlex
@@ -84,6 +85,8 @@ def parse_only(monkeypatch):
 
 @pytest.mark.parametrize("words", ALL_COMMANDS)
 def test_command(words, parse_only):
+    # Variables of the environment come first.
+    words = list(itertools.dropwhile(re.compile(r"[A-Z_]+=").match, words))
     while words[0] in ("accelerate", "torchrun", "python") and "hf_falcon" in words:
         words = ["hf-falcon", *words[words.index("hf_falcon") + 1 :]]
     program, *arguments = words
@@ -169,7 +172,7 @@ def test_python_runs(document, saved, capsys):
         exec(compile(block, document, "exec"), namespace)
     if document == "README.md":
         statistics = namespace["output"].draft_statistics
-        assert statistics.drafted_tokens > 0 and float(capsys.readouterr().out.splitlines()[-1]) == statistics.tau
+        assert statistics.drafted_tokens > 0 and str(statistics.tau) in capsys.readouterr().out.splitlines()
 
 
 def test_options_in_the_text_are_there(capsys):

@@ -129,7 +129,11 @@ class FalconCandidateGenerator(CandidateGenerator):
         self, root: Tensor, max_depth: int, pace: Pace | None = None, guess: Guess | None = None, drafts: bool = True
     ) -> DraftTree:
         """
-        Drafts the tree of a round; see [`FalconCandidateGenerator.draft`].
+        Drafts the tree of a round.
+
+        Args:
+            root, max_depth, guess, drafts: see [`FalconCandidateGenerator.draft`].
+            pace ([`Pace`], *optional*): says how much is drafted; the options do if left out.
 
         Returns:
             [`DraftTree`]: of the root alone where nothing can be drafted.
