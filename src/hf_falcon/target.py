@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from .grouped_attention import grouped_attention
 from .growing_cache import give_back, grow_in_place
 from .modeling_falcon_draft import additive_mask
 from .tree import DraftTree
@@ -278,7 +279,7 @@ class TargetRun:
     def _forward(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
         start = self.length
         masks = {kind: self._mask(kind, tree, start) for kind in self._kinds}
-        with self._tap as tap:
+        with self._tap as tap, grouped_attention(masks.values()):
             outputs = self.model(
                 input_ids=tree.token_ids[None],
                 attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],
