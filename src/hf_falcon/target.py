@@ -298,14 +298,18 @@ class TargetRun:
             path (`torch.LongTensor` of shape `(kept,)`): nodes to keep, in order.
             nodes (`int`): nodes that the last forward added.
         """
-        kept = path.shape[0]
+        kept, sources, found = path.shape[0], path, None
         for layer in self.cache.layers:
-            if not layer.is_initialized or nodes == kept == 1:
+            # The root's row is the first already.
+            if not layer.is_initialized or kept == 1:
                 continue
             first = layer.keys.shape[-2] - nodes
+            if found != (first, layer.keys.device):
+                found = (first, layer.keys.device)
+                sources = (path[1:] + first).to(layer.keys.device)
             for states in (layer.keys, layer.values):
                 # Gathered first, then written: source and destination rows overlap.
-                states[..., first : first + kept, :] = states[..., first:, :].index_select(-2, path.to(states.device))
+                states[..., first + 1 : first + kept, :] = states.index_select(-2, sources)
         self.cache.crop(kept - nodes)
 
     def rehearse(self, nodes: int) -> None:
