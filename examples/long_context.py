@@ -37,7 +37,9 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3, help="draft passes of a round")
     parser.add_argument("--turns", type=int, default=20, help="times that everything is timed")
     parser.add_argument("--pack", action="store_true", help="pack the weights of both, for plain steps too")
-    parser.add_argument("--cpu_time", action="store_true", help="this thread's time on the processor, for busy machines")
+    parser.add_argument(
+        "--cpu_time", action="store_true", help="this thread's time on the processor, for busy machines"
+    )
     arguments = parser.parse_args()
     target, _ = load_target(arguments.target, arguments.dtype)
     drafter = load_drafter(arguments.drafter, arguments.dtype)
@@ -49,7 +51,9 @@ def main() -> None:
         for _ in range(arguments.turns):
             for context in contexts:
                 context.turn(clock)
-    print(f"{'context':>7} {'plain':>7} {'round':>7} {'round/plain':>11}   " + " ".join(f"{part:>7}" for part in PARTS))
+    print(
+        f"{'context':>7} {'plain':>7} {'round':>7} {'round/plain':>11}   " + " ".join(f"{part:>7}" for part in PARTS)
+    )
     for context in contexts:
         best = {part: 1000 * min(seconds) for part, seconds in context.seconds.items()}
         took = sum(best[part] for part in PARTS)
