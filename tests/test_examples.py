@@ -137,3 +137,30 @@ def test_a_judge_learns_what_can_be_learnt():
     torch.testing.assert_close(logits.sigmoid(), chances[2000:], rtol=0, atol=0.1)
     pairs = logits[right[2000:] > 0][:, None] > logits[right[2000:] == 0]
     assert script.auc(logits, right[2000:]) == pytest.approx(pairs.double().mean().item())
+
+
+def run_example(name, workplace, tmp_path, monkeypatch, capsys, *words):
+    """Runs an example that prints a table with the workplace's target and a random drafter; returns its rows."""
+    tiny_drafter(tiny_target("llama"), block_size=2).save_pretrained(tmp_path / "drafter")
+    common = ["--target", workplace / "target", "--drafter", tmp_path / "drafter", "--dtype", "float32"]
+    monkeypatch.setattr("sys.argv", [name, *map(str, common), *words])
+    script = example(name)
+    script.main()
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_long_context(workplace, tmp_path, monkeypatch, capsys):
+    words = ["--lengths", "20", "60", "--turns", "2", "--nodes", "4", "--passes", "2"]
+    heading, *rows = run_example("long_context", workplace, tmp_path, monkeypatch, capsys, *words)
+    assert heading[:4] == ["context", "plain", "round", "round/plain"] and [row[0] for row in rows] == ["20", "60"]
+    assert all(float(number) > 0 for row in rows for number in row[1:8])
+
+
+def test_oracle_bound(workplace, tmp_path, monkeypatch, capsys):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(workplace / "target")
+    words = ["--turns", "1", "--rounds", "3", "--nodes", "8", "--passes", "2"]
+    _, *rows = run_example("oracle_bound", workplace, tmp_path, monkeypatch, capsys, *words)
+    # Two passes of two tokens, and the target's own.
+    assert len(rows) == 3 and all(row[8:12] == ["5.00", "of", "5", "tokens"] for row in rows)
