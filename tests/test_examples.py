@@ -606,3 +606,30 @@ def test_depth_of_the_right_path():
     made = DraftTree(torch.tensor([5, 6, 7, 8, 9]), tree.parents, tree.depths, tree.visible)
     for text, depth in {(6,): 1, (7, 9, 1): 2, (9,): 0, (5, 6): 0, (7, 8): 2, (6, 8): 1, (): 0}.items():
         assert script.right_depth(made, list(text)) == depth
+
+
+def run_example(name, workplace, tmp_path, monkeypatch, capsys, *words):
+    """Runs an example that prints a table with the workplace's target and a random drafter; returns its rows."""
+    tiny_drafter(tiny_target("llama"), block_size=2).save_pretrained(tmp_path / "drafter")
+    common = ["--target", workplace / "target", "--drafter", tmp_path / "drafter", "--dtype", "float32"]
+    monkeypatch.setattr("sys.argv", [name, *map(str, common), *words])
+    script = example(name)
+    script.main()
+    return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_long_context(workplace, tmp_path, monkeypatch, capsys):
+    words = ["--lengths", "20", "60", "--turns", "2", "--nodes", "4", "--passes", "2"]
+    heading, *rows = run_example("long_context", workplace, tmp_path, monkeypatch, capsys, *words)
+    assert heading[:4] == ["context", "plain", "round", "round/plain"] and [row[0] for row in rows] == ["20", "60"]
+    assert all(float(number) > 0 for row in rows for number in row[1:8])
+
+
+def test_oracle_bound(workplace, tmp_path, monkeypatch, capsys):
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(workplace / "target")
+    words = ["--turns", "1", "--rounds", "3", "--nodes", "8", "--passes", "2"]
+    _, *rows = run_example("oracle_bound", workplace, tmp_path, monkeypatch, capsys, *words)
+    # Two passes of two tokens, and the target's own.
+    assert len(rows) == 3 and all(row[8:12] == ["5.00", "of", "5", "tokens"] for row in rows)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
+from .grouped_attention import grouped_attention
 from .modeling_falcon_draft import additive_mask
 from .ragged_cache import RaggedLayer, RowLengths
 from .target import SLIDING, FeatureTap, layer_kinds
@@ -107,7 +108,7 @@ class BatchedTargetRun:
             visible[row, :size, :size] = tree.visible
         places = self._lengths.slots(1) + depths
         masks = {kind: self._mask(kind, places, visible) for kind in self._kinds}
-        with self._tap as tap:
+        with self._tap as tap, grouped_attention(masks.values()):
             outputs = self.model(
                 input_ids=tokens,
                 attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],

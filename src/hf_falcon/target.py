@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from .grouped_attention import grouped_attention
 from .growing_cache import give_back, grow_in_place
 from .layer_outputs import LayerOutputs
 from .modeling_falcon_draft import additive_mask
@@ -298,7 +299,7 @@ class TargetRun:
     def _forward(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
         start = self.length
         masks = {kind: self._mask(kind, tree, start) for kind in self._kinds}
-        with self._tap as tap:
+        with self._tap as tap, grouped_attention(masks.values()):
             outputs = self._outputs = self.model(
                 input_ids=tree.token_ids[None],
                 attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],
@@ -319,14 +320,19 @@ class TargetRun:
             nodes (`int`): nodes that the last forward added.
         """
         self._keep_outputs(path, nodes)
-        kept = path.shape[0]
+        kept, sources, found = path.shape[0], path, None
+        # Nodes that stand where they belong need not move. To look is to wait for the device, where that is not a CPU.
+        moves = path.device.type != "cpu" or path.tolist() != list(range(kept))
         for layer in self.cache.layers:
-            if not layer.is_initialized or nodes == kept == 1:
+            if not layer.is_initialized or not moves:
                 continue
             first = layer.keys.shape[-2] - nodes
+            if found != (first, layer.keys.device):
+                found = (first, layer.keys.device)
+                sources = (path + first).to(layer.keys.device)
             for states in (layer.keys, layer.values):
                 # Gathered first, then written: source and destination rows overlap.
-                states[..., first : first + kept, :] = states[..., first:, :].index_select(-2, path.to(states.device))
+                states[..., first : first + kept, :] = states.index_select(-2, sources)
         self.cache.crop(kept - nodes)
 
     def _keep_outputs(self, path: Tensor, nodes: int) -> None:

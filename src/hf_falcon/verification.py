@@ -176,7 +176,8 @@ def greedy_path(tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor]:
         The path's nodes, the root first, of shape `(accepted + 1,)`, and the tokens to emit, of the same shape: the
         accepted ones and the target's own next one.
     """
-    choices = logits.argmax(dim=-1)
+    # The first of equal maxima, like `argmax`, which takes several times as long on a CPU.
+    choices = logits.max(dim=-1).indices
     matches = tree.token_ids == choices[tree.parents]
     matches[0] = True
     accepted = (matches | ~tree.visible).all(dim=1)

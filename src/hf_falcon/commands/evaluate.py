@@ -121,8 +121,10 @@ def main(argv: list[str]) -> int:
     target, tokenizer = load_target(arguments.target, dtype, device)
     drafter = load_drafter(arguments.drafter, dtype, device)
     for option in fields(DraftOptions):
-        if getattr(arguments, option.name) is not None:
-            setattr(drafter.generation_config, option.name, getattr(arguments, option.name))
+        # Not all are arguments: how samples are verified has no meaning here.
+        value = getattr(arguments, option.name, None)
+        if value is not None:
+            setattr(drafter.generation_config, option.name, value)
     options = DraftOptions.from_generation_config(drafter.generation_config)
     results = {
         Path(path).stem: measure_acceptance(target, drafter, tokenizer, prompts, arguments)
