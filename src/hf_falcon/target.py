@@ -41,6 +41,9 @@ def layer_kinds(config: PreTrainedConfig) -> set[str]:
     kinds = getattr(text_config, "layer_types", None)
     if kinds is not None:
         return set(kinds)
+    if text_config.model_type == "gpt_neo":
+        # Its local layers cut their window themselves, by the slots of the cache.
+        return {{"global": _FULL}.get(kind, kind) for kind in text_config.attention_layers}
     if getattr(text_config, "sliding_window", None) is not None:
         return {_SLIDING}
     return {"chunked_attention"} if getattr(text_config, "attention_chunk_size", None) is not None else {_FULL}
@@ -63,8 +66,11 @@ def why_no_tree(
         return f"the batch has {input_ids.shape[0]} rows and trees are verified for one"
     if input_ids.shape[1] == 0 or model_kwargs.get("inputs_embeds") is not None:
         return "the prompt is given as `inputs_embeds`"
-    if not getattr(config, "is_decoder", True):
+    # BERT and its kin; GPT-NeoX's configuration says the same, and means nothing by it.
+    if hasattr(config, "add_cross_attention") and not getattr(config, "is_decoder", True):
         return "the target is an encoder (`is_decoder` is False), which keeps no cache"
+    if config.model_type == "git":
+        return "the target makes room for images in its mask, even where there are none"
     if _uses_alibi(config):
         return "the target uses ALiBi positions, which cannot follow a tree"
     inputs = inspect.signature(model.forward).parameters
@@ -83,14 +89,28 @@ def why_no_tree(
     odd = {type(layer).__name__ for layer in cache.layers if type(layer) not in _CACHE_LAYERS}
     if odd:
         return f"the cache has layers of type {sorted(odd)}, which cannot drop rejected branches"
-    extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_INPUTS)
+    # A multimodal model gets an empty dict of its encoders' outputs with a text alone.
+    empty = {name for name, value in model_kwargs.items() if value is None or (isinstance(value, dict) and not value)}
+    extra = sorted(model_kwargs.keys() - empty - _KNOWN_INPUTS)
     if extra:
         return f"the target was given {extra} beside its text"
+    if _moves_positions(model, input_ids, model_kwargs):
+        return "the target does not take its `position_ids` as `generate` prepares them"
     if generation_config.return_dict_in_generate:
         wanted = [name for name in ("output_attentions", "output_hidden_states") if getattr(generation_config, name)]
         if wanted:
             return f"`{wanted[0]}` was asked for, whose shapes a tree does not give"
     return None
+
+
+def _moves_positions(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> bool:
+    """Whether a step of plain decoding has positions of the model's own, or shifted ones, not those of `generate`."""
+    prepared = model_kwargs.get("position_ids")
+    if prepared is None:
+        return False
+    step = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
+    taken = step.get("position_ids")
+    return taken is None or not torch.equal(taken, prepared[..., -1:])
 
 
 def _uses_alibi(config: PreTrainedConfig) -> bool:
@@ -175,7 +195,9 @@ def _decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The part of a causal language model whose output its LM head reads."""
     # OPT's language model calls the decoder inside its base model directly; ModernBERT's `decoder` is its LM head.
     decoder = model.get_decoder()
-    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+    decoder = decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+    # Mllama's and Kosmos-2.5's decoders are language models themselves.
+    return decoder if decoder.get_output_embeddings() is None else getattr(decoder, "model", decoder)
 
 
 def _decoder_layers(model: PreTrainedModel, wanted: Sequence[int]) -> list[nn.Module]:
