@@ -249,6 +249,8 @@ class TargetRun:
         # Cached slots that hold padding stay hidden; without padding there is nothing to look at.
         self._hidden_slots = None if padding is None or bool(padding.all()) else ~padding[0].bool()
         self._num_hidden = 0 if self._hidden_slots is None else int(self._hidden_slots.sum())
+        # Tokens in the cache that stay there, whatever happens to a round.
+        self._kept: int | None = None
 
     @property
     def length(self) -> int:
@@ -328,6 +330,7 @@ class TargetRun:
                 # Gathered first, then written: source and destination rows overlap.
                 states[..., first : first + kept, :] = states[..., first:, :].index_select(-2, path.to(states.device))
         self.cache.crop(kept - nodes)
+        self._kept = self.length
 
     def rehearse(self, nodes: int) -> None:
         """Scores the root and `nodes` draft nodes of no meaning, and forgets them: for timing."""
@@ -341,6 +344,10 @@ class TargetRun:
 
     def finish(self) -> Cache:
         """The cache as plain decoding would leave it: a next turn may start from it, with or without a drafter."""
+        for layer in self.cache.layers:
+            # A round that broke off leaves its tree there, and one that did so in the target in some layers only.
+            if self._kept is not None and layer.get_seq_length() > self._kept:
+                layer.crop(self._kept - layer.get_seq_length())
         give_back(self.cache)
         for layer in self.cache.layers:
             if getattr(layer, "record_past", False):
@@ -350,11 +357,14 @@ class TargetRun:
 
     def _adopt(self, cache: Cache) -> None:
         """Takes the cache that a forward returned: where rotary frequencies change, Phi3 returns another one."""
+        if cache is not self.cache:
+            give_back(self.cache)
         self.cache = cache
         # Layers with a window drop nothing of a tree before they are cropped.
         cache.activate_past_recording()
         cache.crop(0)
         grow_in_place(cache)
+        self._kept = self.length
 
     def _starts_anew(self, input_ids: Tensor) -> bool:
         """Whether plain decoding drops its cache here and runs all anew, as Phi3 does with its long frequencies."""
