@@ -73,6 +73,14 @@ def why_no_tree(
         return "the target makes room for images in its mask, even where there are none"
     if _uses_alibi(config):
         return "the target uses ALiBi positions, which cannot follow a tree"
+    if model.device.type == "meta":
+        return "the target's embedding is offloaded, so that its device cannot be told"
+    if any(_is_compiled(module) for module in (model, _decoder_of(model))):
+        return "the target is compiled by `torch.compile`, and so keeps its features to itself"
+    if any(isinstance(module, torch.ao.nn.quantized.dynamic.Linear) for module in model.modules()):
+        return (
+            "the target's linear layers quantise all rows of a forward by one scale, so that each changes the others"
+        )
     inputs = inspect.signature(model.forward).parameters
     missing = [name for name in ("position_ids", "past_key_values") if name not in inputs]
     if missing:
@@ -111,6 +119,12 @@ def _moves_positions(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Ma
     step = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
     taken = step.get("position_ids")
     return taken is None or not torch.equal(taken, prepared[..., -1:])
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether a module's forward is compiled in place; its parts' hooks are not called then, or only sometimes."""
+    compiled_forward = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    return compiled_forward or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _uses_alibi(config: PreTrainedConfig) -> bool:
