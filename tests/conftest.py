@@ -12,6 +12,7 @@ import pytest
 from transformers.utils import logging as transformers_logging
 
 import hf_falcon
+from hf_falcon import pace
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -25,6 +26,12 @@ def hook_on():
     """Whatever a test does to the hook, the next one finds it installed."""
     yield
     hf_falcon.enable()
+
+
+@pytest.fixture(autouse=True)
+def nothing_learnt():
+    """What one test's rounds taught does not change how the next one drafts."""
+    pace._experiences.clear()
 
 
 @pytest.fixture

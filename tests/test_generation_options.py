@@ -287,7 +287,7 @@ def check_fallback(target, warnings_given, reason, *args, **kwargs):
 @pytest.mark.parametrize("name", WITHOUT_TREES)
 def test_targets_without_trees(name, warnings_given):
     reasons = {"bart": "no `position_ids`", "bert": "keeps no cache", "openai-gpt": "no `past_key_values`"}
-    reason = reasons.get(name, "ALiBi")
+    reason = {**reasons, "gpt-neo": "kind ['local']"}.get(name, "ALiBi")
     check_fallback(tiny_target(name), warnings_given, reason, prompt(9))
 
 

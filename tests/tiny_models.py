@@ -87,6 +87,7 @@ TARGETS: dict[str, Callable[[], PreTrainedModel]] = {
         **_MIXED,
     ),
     "gpt2": lambda: _build("GPT2", model_suffix="LMHeadModel", **_GPT2),
+    "gpt-neox": lambda: _build("GPTNeoX", seed=1, rotary_pct=0.5),
     "olmo2": lambda: _build("Olmo2", seed=4, num_hidden_layers=3),
     "granite": lambda: _build("Granite", logits_scaling=3.0, embedding_multiplier=2.0, residual_multiplier=0.7),
     "cohere": lambda: _build("Cohere", logit_scale=0.25),
@@ -113,6 +114,14 @@ WITHOUT_TREES: dict[str, Callable[[], PreTrainedModel]] = {
     "falcon-alibi": lambda: _build("Falcon", alibi=True, new_decoder_architecture=False, initializer_range=0.2),
     "bart": lambda: _build("Bart", **_BART),
     "bert": lambda: _build("Bert", model_suffix="LMHeadModel", initializer_range=0.2),
+    "gpt-neo": lambda: _build(
+        "GPTNeo",
+        attention="eager",
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=WINDOW,
+    ),
     "openai-gpt": lambda: _build("OpenAIGPT", model_suffix="LMHeadModel", attention="eager", **_GPT2),
 }
 # Targets that keep a state: transformers' own assisted decoding refuses them, and plain decoding runs here.

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -33,8 +35,7 @@ class BorrowedHead:
         output = target.get_output_embeddings()
         self._embedding = target.get_input_embeddings()
         self.vocab_ids: Tensor | None = None
-        # A packed weight as well.
-        weight, bias = output.weight.to_dense(), getattr(output, "bias", None)
+        weight, bias = _parameters_of(output)
         if config.draft_vocab_size is not None:
             self.vocab_ids = drafter.draft_vocab_ids.to(weight.device)
             weight = weight[self.vocab_ids]
@@ -73,6 +74,17 @@ class BorrowedHead:
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Ids in the target's vocabulary of ids in the draft vocabulary."""
         return draft_ids if self.vocab_ids is None else self.vocab_ids[draft_ids]
+
+
+def _parameters_of(output: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of an LM head, as ordinary tensors: it may be packed, or offloaded by accelerate."""
+    weight, bias = output.weight, getattr(output, "bias", None)
+    hook = getattr(output, "_hf_hook", None)
+    if weight.is_meta and hook is not None:
+        hook.pre_forward(output)
+        weight, bias = output.weight.detach(), getattr(output, "bias", None)
+        hook.post_forward(output, None)
+    return weight.to_dense(), bias
 
 
 def check_target(drafter: FalconDraftModel, target: PreTrainedModel) -> None:

@@ -58,15 +58,18 @@ class _Share:
     """A share that is learnt from observations, from a first guess on."""
 
     def __init__(self, guess: float):
-        self._hits, self._trials = guess * _PRIOR, _PRIOR
+        # In one piece: other threads read and write it.
+        self._counts = guess * _PRIOR, _PRIOR
 
     def observe(self, hit: float, trial: float = 1.0) -> None:
-        self._hits, self._trials = _KEEP * self._hits + hit, _KEEP * self._trials + trial
+        hits, trials = self._counts
+        self._counts = _KEEP * hits + hit, _KEEP * trials + trial
 
     @property
     def value(self) -> float:
+        hits, trials = self._counts
         # Never near 0: logarithms are taken of this.
-        return max(_LEAST, self._hits / self._trials)
+        return max(_LEAST, hits / trials)
 
 
 class Experience:

@@ -44,6 +44,9 @@ def layer_kinds(config: PreTrainedConfig) -> set[str]:
     kinds = getattr(text_config, "layer_types", None)
     if kinds is not None:
         return set(kinds)
+    if text_config.model_type == "gpt_neo":
+        # Its local layers cut their window themselves, by the slots of the cache.
+        return {{"global": FULL}.get(kind, kind) for kind in text_config.attention_layers}
     if getattr(text_config, "sliding_window", None) is not None:
         return {SLIDING}
     return {"chunked_attention"} if getattr(text_config, "attention_chunk_size", None) is not None else {FULL}
@@ -62,10 +65,21 @@ def why_no_tree(
     cache = model_kwargs.get("past_key_values")
     if model.config.is_encoder_decoder:
         return "the target is an encoder-decoder model"
-    if not getattr(config, "is_decoder", True):
+    # BERT and its kin; GPT-NeoX's configuration says the same, and means nothing by it.
+    if hasattr(config, "add_cross_attention") and not getattr(config, "is_decoder", True):
         return "the target is an encoder (`is_decoder` is False), which keeps no cache"
+    if config.model_type == "git":
+        return "the target makes room for images in its mask, even where there are none"
     if _uses_alibi(config):
         return "the target uses ALiBi positions, which cannot follow a tree"
+    if model.device.type == "meta":
+        return "the target's embedding is offloaded, so that its device cannot be told"
+    if any(_is_compiled(module) for module in (model, _decoder_of(model))):
+        return "the target is compiled by `torch.compile`, and so keeps its features to itself"
+    if any(isinstance(module, torch.ao.nn.quantized.dynamic.Linear) for module in model.modules()):
+        return (
+            "the target's linear layers quantise all rows of a forward by one scale, so that each changes the others"
+        )
     inputs = inspect.signature(model.forward).parameters
     missing = [name for name in ("position_ids", "past_key_values") if name not in inputs]
     if missing:
@@ -88,10 +102,30 @@ def why_no_tree(
         return (
             f"`attention_mask` has shape {tuple(mask.shape)}, for {past} tokens in the cache and a prompt of {tokens}"
         )
-    extra = sorted(name for name, value in model_kwargs.items() if value is not None and name not in _KNOWN_INPUTS)
+    # A multimodal model gets an empty dict of its encoders' outputs with a text alone.
+    empty = {name for name, value in model_kwargs.items() if value is None or (isinstance(value, dict) and not value)}
+    extra = sorted(model_kwargs.keys() - empty - _KNOWN_INPUTS)
     if extra:
         return f"the target was given {extra} beside its text"
+    if _moves_positions(model, input_ids, model_kwargs):
+        return "the target does not take its `position_ids` as `generate` prepares them"
     return None
+
+
+def _moves_positions(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> bool:
+    """Whether a step of plain decoding has positions of the model's own, or shifted ones, not those of `generate`."""
+    prepared = model_kwargs.get("position_ids")
+    if prepared is None:
+        return False
+    step = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
+    taken = step.get("position_ids")
+    return taken is None or not torch.equal(taken, prepared[..., -1:])
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether a module's forward is compiled in place; its parts' hooks are not called then, or only sometimes."""
+    compiled_forward = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    return compiled_forward or getattr(module, "_compiled_call_impl", None) is not None
 
 
 def _uses_alibi(config: PreTrainedConfig) -> bool:
@@ -176,7 +210,9 @@ def _decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The part of a causal language model whose output its LM head reads."""
     # OPT's language model calls the decoder inside its base model directly; ModernBERT's `decoder` is its LM head.
     decoder = model.get_decoder()
-    return decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+    decoder = decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+    # Mllama's and Kosmos-2.5's decoders are language models themselves.
+    return decoder if decoder.get_output_embeddings() is None else getattr(decoder, "model", decoder)
 
 
 def _decoder_layers(model: PreTrainedModel, wanted: Sequence[int]) -> list[nn.Module]:
@@ -232,6 +268,8 @@ class TargetRun:
         self._position_shift = 0
         self.layer_outputs = LayerOutputs(generation_config)
         self._outputs: Any = None
+        # Tokens in the cache that stay there, whatever happens to a round.
+        self._kept: int | None = None
 
     @property
     def length(self) -> int:
@@ -334,6 +372,7 @@ class TargetRun:
                 # Gathered first, then written: source and destination rows overlap.
                 states[..., first : first + kept, :] = states.index_select(-2, sources)
         self.cache.crop(kept - nodes)
+        self._kept = self.length
 
     def _keep_outputs(self, path: Tensor, nodes: int) -> None:
         outputs, self._outputs = self._outputs, None
@@ -356,6 +395,10 @@ class TargetRun:
 
     def finish(self) -> Cache:
         """The cache as plain decoding would leave it: a next turn may start from it, with or without a drafter."""
+        for layer in self.cache.layers:
+            # A round that broke off leaves its tree there, and one that did so in the target in some layers only.
+            if self._kept is not None and layer.get_seq_length() > self._kept:
+                layer.crop(self._kept - layer.get_seq_length())
         give_back(self.cache)
         for layer in self.cache.layers:
             if getattr(layer, "record_past", False):
@@ -365,11 +408,14 @@ class TargetRun:
 
     def _adopt(self, cache: Cache) -> None:
         """Takes the cache that a forward returned: where rotary frequencies change, Phi3 returns another one."""
+        if cache is not self.cache:
+            give_back(self.cache)
         self.cache = cache
         # Layers with a window drop nothing of a tree before they are cropped.
         cache.activate_past_recording()
         cache.crop(0)
         grow_in_place(cache)
+        self._kept = self.length
 
     def _starts_anew(self, input_ids: Tensor) -> bool:
         """Whether plain decoding drops its cache here and runs all anew, as Phi3 does with its long frequencies."""

@@ -1,0 +1,59 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Every decoder of transformers: drafted for, or plain decoding and a reason; never another text."""
+
+import re
+
+import pytest
+import transformers
+from compatibility import DECODERS, MULTIMODAL, PLAIN, REFUSED, TABLE, TREES, UNTRIED, classify, table
+
+# One of each kind of attention, of positions, of experts, of what cannot follow a tree.
+KNOWN = {
+    "cohere2": TREES,
+    "deepseek_v3": TREES,
+    "falcon": TREES,
+    "gemma4_text": TREES,
+    "gpt_bigcode": TREES,
+    "gpt_neox": TREES,
+    "gpt_oss": TREES,
+    "mixtral": TREES,
+    "mllama": TREES,
+    "opt": TREES,
+    "phi": TREES,
+    "phi3": TREES,
+    "qwen2_vl": TREES,
+    "qwen3_moe": TREES,
+    "bart": PLAIN,
+    "bloom": PLAIN,
+    "git": PLAIN,
+    "gpt_neo": PLAIN,
+    "lfm2": PLAIN,
+    "llama4_text": PLAIN,
+    "paligemma": PLAIN,
+}
+# transformers refuses to assist them, and need not for ever.
+RECURRENT = ("jamba", "mamba")
+
+
+@pytest.mark.parametrize("model_type", KNOWN)
+def test_some_of_them(model_type):
+    assert classify(model_type).result == KNOWN[model_type]
+
+
+@pytest.mark.parametrize("model_type", RECURRENT)
+def test_recurrent_ones(model_type):
+    row = classify(model_type)
+    assert row.result in (PLAIN, REFUSED) and row.remark
+
+
+@pytest.mark.slow
+def test_all_of_them():
+    """None fails or writes another text, and the page says what becomes of each."""
+    rows = [classify(model_type) for model_type in (*DECODERS, *MULTIMODAL)]
+    assert all(row.remark for row in rows if row.result != TREES)
+    # Else the page says little.
+    assert sum(row.result == UNTRIED for row in rows) < 0.2 * len(rows)
+    kept = TABLE.read_text(encoding="utf-8")
+    (version,) = re.findall(r"decoder of transformers (\S+), tried", kept)
+    if version == transformers.__version__:
+        assert table(rows) == kept, "run `make compatibility`"

@@ -1,0 +1,104 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Targets that are quantised, spread over devices, compiled, tied, padded: drafted for, or a reason why not."""
+
+import copy
+
+import pytest
+import torch
+from tiny_models import VOCAB, prompt, tiny_drafter, tiny_target
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+
+NEW_TOKENS = 24
+PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
+
+
+def check(target, drafts=True, drafter=None):
+    drafter = drafter or tiny_drafter(tiny_target("llama"))
+    for do_sample in (False, True):
+        outputs = []
+        for assistant in ({}, {"assistant_model": drafter}):
+            torch.manual_seed(0)
+            kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": do_sample, "return_dict_in_generate": True}
+            outputs.append(target.generate(prompt(9), **kwargs, **assistant))
+        expected, found = outputs
+        assert found.sequences.tolist() == expected.sequences.tolist()
+        assert (found.draft_statistics is not None) == drafts
+        assert not drafts or found.draft_statistics.drafted_tokens > 0
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated.*")
+def test_dynamic_int8(warnings_given):
+    quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(tiny_target("llama")), {torch.nn.Linear})
+    check(quantised, drafts=False)
+    assert "quantise all rows" in warnings_given()[0]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    saved = tmp_path_factory.mktemp("target")
+    tiny_target("llama").save_pretrained(saved)
+    return saved
+
+
+@pytest.mark.parametrize(
+    "on_disk, drafts",
+    [((), True), (("model.layers.1",), True), (("lm_head",), True), (("model.embed_tokens",), False), (PARTS, False)],
+    ids=str,
+)
+def test_offloaded(on_disk, drafts, folder, tmp_path, warnings_given):
+    places = {part: "disk" if part in on_disk else "cpu" for part in PARTS}
+    target = AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path)
+    assert target.lm_head.weight.is_meta == ("lm_head" in on_disk)
+    check(target, drafts)
+    assert drafts or "embedding is offloaded" in warnings_given()[0]
+    # As before: nothing that was fetched stays.
+    assert target.lm_head.weight.is_meta == ("lm_head" in on_disk)
+
+
+def test_offloaded_head_drafts_alike(folder, tmp_path):
+    """The head that is fetched is the head."""
+    places = {part: "disk" if part == "lm_head" else "cpu" for part in PARTS}
+    drafter = tiny_drafter(tiny_target("llama"))
+    found = []
+    for target in (
+        tiny_target("llama"),
+        AutoModelForCausalLM.from_pretrained(folder, device_map=places, offload_folder=tmp_path),
+    ):
+        output = target.generate(
+            prompt(9), assistant_model=drafter, max_new_tokens=40, do_sample=False, return_dict_in_generate=True
+        )
+        found.append(output.draft_statistics.accepted_by_depth)
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("what", ["forward", "module", "decoder", "layers"])
+def test_compiled(what, warnings_given):
+    target = copy.deepcopy(tiny_target("llama"))
+    if what == "forward":
+        target.forward = torch.compile(target.forward, backend="eager")
+    else:
+        for module in {"module": [target], "decoder": [target.model], "layers": target.model.layers}[what]:
+            module.compile(backend="eager")
+    check(target, drafts=what == "layers")
+    assert what == "layers" or "torch.compile" in warnings_given()[0]
+
+
+@pytest.mark.slow
+def test_compiled_by_inductor():
+    target = copy.deepcopy(tiny_target("llama"))
+    for layer in target.model.layers:
+        layer.compile(dynamic=True)
+    check(target)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_padded_vocabulary(tied):
+    """Rows of the head that stand for no token, as many models have for the sake of their shapes."""
+    config = copy.deepcopy(tiny_target("llama").config)
+    config.tie_word_embeddings = tied
+    torch.manual_seed(3)
+    target = LlamaForCausalLM(config).eval()
+    target.resize_token_embeddings(VOCAB + 5, pad_to_multiple_of=16)
+    assert target.config.vocab_size == 80
+    assert (target.lm_head.weight is target.get_input_embeddings().weight) == tied
+    check(target, drafter=tiny_drafter(target))
