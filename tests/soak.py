@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from oracle import use_oracle
-from tiny_models import TARGETS, VOCAB, tiny_target, tiny_tokenizer
+from tiny_models import TARGETS, VOCAB, hooks_of, tiny_target, tiny_tokenizer
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -312,8 +312,7 @@ def held() -> tuple[int, int]:
     gc.collect()
     models = [tiny_target(model) for model in MODELS]
     models += [_drafter(model, number) for model in MODELS for number in range(len(_DRAFTERS))]
-    modules = [module for model in models for module in model.modules()]
-    hooks = sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules)
+    hooks = sum(map(hooks_of, models))
     return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects()), hooks
 
 

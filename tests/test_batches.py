@@ -329,11 +329,10 @@ class Failing(BaseStreamer):
 
 def test_an_interrupted_batch_leaves_everything_usable(assisted):
     target, own = tiny_target("llama"), DynamicCache(config=tiny_target("llama").config)
-    hooks = hooks_of(target)
     with pytest.raises(KeyboardInterrupt):
         assisted(target, streamer=Failing(9), past_key_values=own)
     assert {type(layer).__module__ for layer in own.layers} == {"transformers.cache_utils"}
-    assert hooks_of(target) == hooks
+    assert hooks_of(target) == 0
     check(assisted, "llama")
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import TARGETS, prompt, tiny_drafter, tiny_target
+from tiny_models import TARGETS, hooks_of, prompt, tiny_drafter, tiny_target
 from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM
 
 import hf_falcon
@@ -161,7 +161,7 @@ def test_threads_share_target_and_drafter():
     for thread in threads:
         thread.join()
     assert found == {i: [tokens] * 4 for i, tokens in enumerate(expected)}
-    assert not target.get_decoder()._forward_hooks
+    assert hooks_of(target) == 0
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3])
@@ -191,4 +191,4 @@ def test_candidate_generator_in_the_stock_loop(name, block_size, monkeypatch):
     assert offered[0] == []
     assert all(offered[1:])
     assert len(offered) > 1
-    assert not target.get_decoder()._forward_hooks
+    assert hooks_of(target) == 0

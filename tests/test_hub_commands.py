@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from hub_server import TOKEN, USER, running_hub
 from huggingface_hub import ModelCard
-from tiny_models import tiny_drafter, tiny_target, tiny_tokenizer
+from tiny_models import hooks_of, tiny_drafter, tiny_target, tiny_tokenizer
 
 import hf_falcon
 from hf_falcon.commands import chat, generate
@@ -212,7 +212,7 @@ def test_chat(saved, capsys, monkeypatch):
     # Where stdout is kept, it gets the text and nothing else.
     assert captured.out.split() == replies
     # No hook of the stopped reply is left in the target.
-    assert not target.get_decoder()._forward_hooks
+    assert hooks_of(target) == 0
 
     plain = generate.Reply(target, None, tokenizer, lambda text: None)
     plain.run(

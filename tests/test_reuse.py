@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from tiny_models import _build, prompt, tiny_drafter, tiny_target
+from tiny_models import _build, hooks_of, prompt, tiny_drafter, tiny_target
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -49,7 +49,7 @@ def test_threads_share_a_drafter_of_several_targets(schedule, tmp_path, monkeypa
     for thread in threads:
         thread.join()
     assert failures == []
-    assert not any(module._forward_hooks for target in targets for module in target.modules())
+    assert sum(map(hooks_of, targets)) == 0
     kept = os.listdir(cache_folder() / "costs") if schedule else []
     assert len(kept) == (2 if schedule else 0) and all(name.endswith(".json") for name in kept)
 
@@ -113,8 +113,7 @@ def test_what_a_failure_leaves(name, place, packed, monkeypatch, tmp_path):
             generate(target, ids, assistant_model=drafter, **given)
     for handle in handles:
         handle.remove()
-    modules = [*target.modules(), *drafter.modules()]
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    assert hooks_of(target) == hooks_of(drafter) == 0
     assert not is_packed(target) and not is_packed(drafter)
     # The prompt and what was accepted since, but for the newest token.
     kept = cache.get_seq_length()

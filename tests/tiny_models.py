@@ -137,8 +137,13 @@ def tiny_target(name: str) -> PreTrainedModel:
 
 
 def hooks_of(model: PreTrainedModel) -> int:
-    """Hooks on a model's modules. transformers leaves some of its own there, once hidden states were asked for."""
-    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
+    """Our hooks on a model. transformers leaves some of its own there, once hidden states were asked for."""
+    hooks = [
+        hook
+        for module in model.modules()
+        for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    ]
+    return sum(hook.__module__.startswith("hf_falcon") for hook in hooks)
 
 
 # The same tree every round, whatever that costs.

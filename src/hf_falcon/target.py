@@ -117,7 +117,10 @@ def _moves_positions(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Ma
     prepared = model_kwargs.get("position_ids")
     if prepared is None:
         return False
-    step = model.prepare_inputs_for_generation(input_ids, next_sequence_length=1, **model_kwargs)
+    # A step has tokens, whatever the prompt has.
+    arguments = {name: value for name, value in model_kwargs.items() if name != "inputs_embeds"}
+    tokens = input_ids if input_ids.shape[1] > 0 else input_ids.new_zeros(input_ids.shape[0], 1)
+    step = model.prepare_inputs_for_generation(tokens, next_sequence_length=1, **arguments)
     taken = step.get("position_ids")
     return taken is None or not torch.equal(taken, prepared[..., -1:])
 
