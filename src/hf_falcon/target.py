@@ -122,7 +122,8 @@ def _moves_positions(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Ma
     tokens = input_ids if input_ids.shape[1] > 0 else input_ids.new_zeros(input_ids.shape[0], 1)
     step = model.prepare_inputs_for_generation(tokens, next_sequence_length=1, **arguments)
     taken = step.get("position_ids")
-    return taken is None or not torch.equal(taken, prepared[..., -1:])
+    # Where Phi3's frequencies change the step is the whole text anew.
+    return taken is None or not torch.equal(taken[..., -1:], prepared[..., -1:])
 
 
 def _is_compiled(module: nn.Module) -> bool:
