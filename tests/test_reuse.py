@@ -49,7 +49,7 @@ def test_threads_share_a_drafter_of_several_targets(schedule, tmp_path, monkeypa
     for thread in threads:
         thread.join()
     assert failures == []
-    assert not any(module._forward_hooks for target in targets for module in target.modules())
+    assert hooks_on(*targets, drafter) == 0
     kept = os.listdir(cache_folder() / "costs") if schedule else []
     assert len(kept) == (2 if schedule else 0) and all(name.endswith(".json") for name in kept)
 
@@ -72,6 +72,11 @@ class Breaks(LogitsProcessor, StoppingCriteria, BaseStreamer):
         pass
 
 
+def hooks_on(*models) -> int:
+    modules = [module for model in models for module in model.modules()]
+    return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules)
+
+
 def keep_scores(ids, scores):
     return scores
 
@@ -92,7 +97,7 @@ def test_what_a_failure_leaves(name, place, packed, monkeypatch, tmp_path):
     monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
     target, ids = tiny_target(name), prompt(12)
     drafter = tiny_drafter(target, **(ADAPTIVE if place == "measuring" else {}))
-    whole = generate(target, ids)
+    whole, hooks = generate(target, ids), hooks_on(target, drafter)
     error = KeyboardInterrupt if place in ("streamer", "criterion") else torch.OutOfMemoryError
     cache = DynamicCache(config=target.config)
     given, handles = {"past_key_values": cache}, []
@@ -113,8 +118,7 @@ def test_what_a_failure_leaves(name, place, packed, monkeypatch, tmp_path):
             generate(target, ids, assistant_model=drafter, **given)
     for handle in handles:
         handle.remove()
-    modules = [*target.modules(), *drafter.modules()]
-    assert not any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+    assert hooks_on(target, drafter) == hooks
     assert not is_packed(target) and not is_packed(drafter)
     # The prompt and what was accepted since, but for the newest token.
     kept = cache.get_seq_length()
