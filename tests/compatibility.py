@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import transformers
-from oracle import use_oracle
+from oracle import use_batch_oracle, use_oracle
 from shrunken import VOCAB, tiny_model
 from tiny_models import SAME_EVERY_ROUND
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
@@ -115,8 +115,25 @@ def _compare(model: PreTrainedModel, ids: torch.Tensor) -> tuple[str, str]:
             raise WrongTextError("no draft token was accepted, of which most are right")
         else:
             found.add((TREES, ""))
+    _compare_batch(model, ids, drafter)
     (result,) = found
     return result
+
+
+def _compare_batch(model: PreTrainedModel, ids: torch.Tensor, drafter: FalconDraftModel) -> None:
+    """
+    Two rows, one of them padded.
+
+    Raises:
+        `WrongTextError`: where a row's text is another than without a drafter.
+    """
+    rows = torch.cat((torch.nn.functional.pad(ids, (3, 0)), torch.cat((ids[:, 3:], ids.flip(1)[:, :6]), dim=1)))
+    expected = _generate(model, rows, output_logits=False).sequences
+    with pytest.MonkeyPatch.context() as patch:
+        use_batch_oracle(patch, expected, (3, 0), (0.8, 0.5))
+        output = _generate(model, rows, assistant_model=drafter, output_logits=False).sequences
+    if output.tolist() != expected.tolist():
+        raise WrongTextError(f"of a batch, {expected.tolist()} became {output.tolist()}")
 
 
 def _generate(model: PreTrainedModel, ids: torch.Tensor, do_sample: bool = False, **kwargs: object):
@@ -128,9 +145,8 @@ def _generate(model: PreTrainedModel, ids: torch.Tensor, do_sample: bool = False
         do_sample=do_sample,
         temperature=0.8 if do_sample else None,
         pad_token_id=0,
-        output_logits=True,
         return_dict_in_generate=True,
-        **kwargs,
+        **{"output_logits": True, **kwargs},
     )
 
 

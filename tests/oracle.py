@@ -3,6 +3,7 @@
 
 import functools
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -115,3 +116,19 @@ def use_oracle(monkeypatch, truth: Tensor, accuracy: float = 1.0, scattered: boo
 
     monkeypatch.setattr("hf_falcon.decoding.FalconCandidateGenerator", make)
     return made
+
+
+def use_batch_oracle(monkeypatch, truth: Tensor, paddings: Iterable[int], accuracies: Iterable[float]) -> None:
+    """
+    Makes the next batch draft with oracles.
+
+    Args:
+        truth (`torch.LongTensor` of shape `(rows, length)`): what plain decoding gives.
+        paddings (`Iterable[int]`): tokens of padding before each row's text.
+        accuracies (`Iterable[float]`): how often each row's oracle is right.
+    """
+    makers = iter(
+        functools.partial(OracleCandidateGenerator, truth=row[padding:], accuracy=accuracy, scattered=False, seed=0)
+        for row, padding, accuracy in zip(truth.tolist(), paddings, accuracies)
+    )
+    monkeypatch.setattr("hf_falcon.batched_decoding.FalconCandidateGenerator", lambda *args: next(makers)(*args))

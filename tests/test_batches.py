@@ -2,11 +2,9 @@
 """Batches: every row is what plain decoding of the same batch gives, however far the rows get ahead of each other."""
 
 import itertools
-from functools import partial
-
 import pytest
 import torch
-from oracle import FreeDrafting, OracleCandidateGenerator
+from oracle import FreeDrafting, use_batch_oracle
 from tiny_models import TARGETS, VOCAB, hooks_of, prompt, tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria, pipeline
 from transformers.generation.streamers import BaseStreamer
@@ -59,15 +57,7 @@ def assisted(monkeypatch):
         monkeypatch.setattr("hf_falcon.decoding.Costs", FreeDrafting)
         if accuracies is not None:
             paddings = (inputs["attention_mask"] == 0).sum(dim=1).tolist()
-            rows = zip(truth.tolist(), paddings, itertools.cycle(accuracies))
-            makers = [
-                partial(OracleCandidateGenerator, truth=row[padding:], accuracy=accuracy, scattered=False, seed=0)
-                for row, padding, accuracy in rows
-            ]
-            makers = iter(makers)
-            monkeypatch.setattr(
-                "hf_falcon.batched_decoding.FalconCandidateGenerator", lambda *args: next(makers)(*args)
-            )
+            use_batch_oracle(monkeypatch, truth, paddings, itertools.cycle(accuracies))
         try:
             return plain(target, inputs=inputs, assistant_model=drafter, **kwargs)
         finally:
@@ -231,13 +221,8 @@ def test_rows_do_not_get_too_far_ahead_of_their_noise(assisted, monkeypatch):
     target = tiny_target("llama")
     truth, number = plain(target, **WAYS["sample"])
     drafter = tiny_drafter(target, num_draft_passes=3)
-    rows = iter(zip(truth.tolist(), (batch()["attention_mask"] == 0).sum(dim=1).tolist(), ACCURACIES["oracle"]))
-
-    def make(*args):
-        row, padding, accuracy = next(rows)
-        return OracleCandidateGenerator(*args, truth=row[padding:], accuracy=accuracy, scattered=False, seed=0)
-
-    monkeypatch.setattr("hf_falcon.batched_decoding.FalconCandidateGenerator", make)
+    paddings = (batch()["attention_mask"] == 0).sum(dim=1).tolist()
+    use_batch_oracle(monkeypatch, truth, paddings, ACCURACIES["oracle"])
     output, after = plain(target, assistant_model=drafter, **WAYS["sample"])
     assert (output.tolist(), after) == (truth.tolist(), number)
     assert 2 < max(kept) <= most + 2

@@ -28,22 +28,16 @@ KNOWN = {
     "git": PLAIN,
     "gpt_neo": PLAIN,
     "lfm2": PLAIN,
+    "jamba": PLAIN,
     "llama4_text": PLAIN,
+    "mamba": PLAIN,
     "paligemma": PLAIN,
 }
-# transformers refuses to assist them, and need not for ever.
-RECURRENT = ("jamba", "mamba")
 
 
 @pytest.mark.parametrize("model_type", KNOWN)
 def test_some_of_them(model_type):
     assert classify(model_type).result == KNOWN[model_type]
-
-
-@pytest.mark.parametrize("model_type", RECURRENT)
-def test_recurrent_ones(model_type):
-    row = classify(model_type)
-    assert row.result in (PLAIN, REFUSED) and row.remark
 
 
 @pytest.mark.slow

@@ -16,6 +16,8 @@ _GROWTH_AT_MOST = 64 * 2**20
 @pytest.mark.parametrize("calls", [60, pytest.param(2000, marks=pytest.mark.slow)])
 def test_random_calls(calls):
     soak.make_all()
+    # transformers' own, where another test asked for attentions.
+    hooks = soak.held()[1]
     seeds = iter(range(calls))
     for seed in itertools.islice(seeds, int(_WARM_UP * calls)):
         soak.run(seed)
@@ -23,7 +25,7 @@ def test_random_calls(calls):
     for seed in seeds:
         soak.run(seed)
     after = soak.held()
-    assert after[1] == before[1] == 0
+    assert after[1] == before[1] == hooks
     # Some more: what is learnt of targets and drafters that were not met before.
     assert after[0] <= before[0] + 20
     assert _peak() <= peak + _GROWTH_AT_MOST
