@@ -2,6 +2,7 @@
 """Batches: every row is what plain decoding of the same batch gives, however far the rows get ahead of each other."""
 
 import itertools
+
 import pytest
 import torch
 from oracle import FreeDrafting, use_batch_oracle

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import transformers
-from compatibility import DECODERS, MULTIMODAL, PLAIN, REFUSED, TABLE, TREES, UNTRIED, classify, table
+from compatibility import DECODERS, MULTIMODAL, PLAIN, TABLE, TREES, UNTRIED, classify, table
 
 # One of each kind of attention, of positions, of experts, of what cannot follow a tree.
 KNOWN = {

@@ -95,6 +95,9 @@ def why_no_batch(
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not bool(mask.any(dim=-1).all()):
         return "the batch has a row that is all padding"
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and positions.dim() > 2:
+        return "the batch has several rows, and the target has positions of several kinds"
     if model_kwargs.get("inputs_embeds") is not None:
         return "the batch has several rows and is given as `inputs_embeds`"
     outputs = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")

@@ -10,14 +10,17 @@ seed the same sample, up to the rounding of the target's own logits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
-from transformers.generation.streamers import BaseStreamer
 
 from .near_ties import NearTies
 from .tree import DraftTree
+
+if TYPE_CHECKING:
+    from transformers.generation.streamers import BaseStreamer
 
 
 class TokenSequence:
