@@ -14,7 +14,7 @@ from .grouped_attention import grouped_attention
 from .modeling_falcon_draft import additive_mask
 from .ragged_cache import RaggedLayer, RowLengths
 from .target import SLIDING, FeatureTap, layer_kinds
-from .tree import DraftTree
+from .tree import DraftTree, star
 
 
 class BatchedTargetRun:
@@ -144,12 +144,7 @@ class BatchedTargetRun:
 
     def rehearse(self, nodes: int) -> None:
         """Scores a root and `nodes` draft nodes of no meaning in each row, and forgets them: for timing."""
-        tokens = torch.zeros(nodes + 1, dtype=torch.long, device=self.model.device)
-        depths = torch.ones_like(tokens)
-        depths[0] = 0
-        visible = torch.eye(nodes + 1, dtype=torch.bool, device=self.model.device)
-        visible[:, 0] = True
-        self.score([DraftTree(tokens, torch.zeros_like(tokens), depths, visible)] * len(self.lengths))
+        self.score([star(nodes, self.model.device)] * len(self.lengths))
 
     def finish(self, sequences: Tensor | None) -> Cache:
         """

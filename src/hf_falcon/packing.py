@@ -101,8 +101,8 @@ class PackedLinear(nn.Linear):
 def pack_weights(model: nn.Module) -> None:
     """
     Packs the weights of all linear layers of a model for products of a few rows on a CPU, in place, until
-    [`unpack_weights`]. Verifying trees becomes faster, and so does plain decoding in bfloat16; in float32 on one
-    thread, products of one or two rows become slower.
+    [`unpack_weights`]. Verifying trees becomes faster, and so does plain decoding in bfloat16; in float32
+    products of one or two rows become slower.
 
     Memory stays what it was: each weight is given up for its packed form. Only what other modules need as it is, such
     as an embedding tied to the LM head, is there twice; and the pages of weights that are mapped from a checkpoint's

@@ -17,7 +17,7 @@ from .grouped_attention import grouped_attention
 from .growing_cache import give_back, grow_in_place
 from .layer_outputs import LayerOutputs
 from .modeling_falcon_draft import additive_mask
-from .tree import DraftTree
+from .tree import DraftTree, star
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 # Attention functions that take any additive mask.
@@ -389,12 +389,7 @@ class TargetRun:
 
     def rehearse(self, nodes: int) -> None:
         """Scores the root and `nodes` draft nodes of no meaning, and forgets them: for timing."""
-        tokens = torch.zeros(nodes + 1, dtype=torch.long, device=self.model.device)
-        depths = torch.ones_like(tokens)
-        depths[0] = 0
-        visible = torch.eye(nodes + 1, dtype=torch.bool, device=self.model.device)
-        visible[:, 0] = True
-        self._forward(DraftTree(tokens, torch.zeros_like(tokens), depths, visible))
+        self._forward(star(nodes, self.model.device))
         self.cache.crop(-(nodes + 1))
 
     def finish(self) -> Cache:

@@ -93,6 +93,14 @@ def single_node(root: Tensor) -> DraftTree:
     return DraftTree(root, zero, zero, torch.ones(1, 1, dtype=torch.bool, device=root.device))
 
 
+def star(nodes: int, device: torch.device) -> DraftTree:
+    """A root with `nodes` children, tokens of no meaning: for timing."""
+    parents = torch.zeros(nodes + 1, dtype=torch.long, device=device)
+    depths = torch.ones_like(parents)
+    depths[0] = 0
+    return DraftTree(parents, parents, depths, ancestor_mask(parents, 1))
+
+
 def validate_paths(paths: Iterable[Sequence[int]]) -> list[Path]:
     """
     Checks a static tree: each node a tuple of child ranks, from the root; rank 0 is the most probable child.
