@@ -226,7 +226,10 @@ def decode_batch(
     """
     statistics = StatisticsRecorder(run.model.device)
     with statistics.measure("target"):
-        logits, features = run.prefill(batch.prompts)
+        logits, of_prompts = run.prefill(batch.prompts)
+    # Taken out by the rows that draft, so that nothing keeps them.
+    features = dict(enumerate(of_prompts))
+    del of_prompts
     for row, sequence in enumerate(batch.rows):
         sequence.emit(sequence.choose(logits[row][None]))
     batch.stream()
@@ -246,8 +249,9 @@ def decode_batch(
                 if row in drafters:
                     drafters[row].pace = pace
                 else:
-                    padding = batch.prompts.shape[1] - features[row].shape[1]
-                    drafters[row] = Drafting(_another(generator), batch.rows[row], features[row], 0, pace, padding)
+                    known = features.pop(row)
+                    padding = batch.prompts.shape[1] - known.shape[1]
+                    drafters[row] = Drafting(_another(generator), batch.rows[row], known, 0, pace, padding)
         with statistics.measure("drafter"):
             drafted = _draft({row: drafters[row] for row in unfinished}, batch)
             trees = [drafted[row] if row in drafted else single_node(batch.rows[row].root) for row in cached]
