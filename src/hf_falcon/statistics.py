@@ -21,7 +21,8 @@ class DraftStatistics(ModelOutput):
     What drafting gained in one `generate` call.
 
     Args:
-        rounds (`int`): forwards of the target, plain steps among them; in a batch, of each row. The prompt's own is none.
+        rounds (`int`):
+            Forwards of the target, plain steps among them; in a batch, of each row. The prompt's own is none.
         drafted_tokens (`int`): draft tokens that the target verified, those found in the context among them.
         accepted_tokens (`int`): draft tokens that were emitted.
         new_tokens (`int`): tokens that were emitted.
