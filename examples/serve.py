@@ -29,15 +29,17 @@ from hf_falcon.commands.models import load_drafter, load_target
 
 MODELS = ("plain", "drafted")
 PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>Plain and drafted</title>
+<html lang="en"><meta charset="utf-8"><title>Plain and drafted</title><link rel="icon" href="data:,">
 <style>
   body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem }
   form { display: flex; gap: .5rem } input { flex: 1 } input, button { font: inherit; padding: .4rem .8rem }
-  main { display: grid; grid-template-columns: 1fr 1fr; gap: 1rem; margin-top: 1rem }
+  main { display: grid; grid-template-columns: repeat(2, minmax(0, 1fr)); gap: 1rem; margin-top: 1rem }
   section { border: 1px solid #bbb; border-radius: .5rem; padding: .5rem 1rem }
-  h2 { font-size: 1rem; margin: 0 } p { white-space: pre-wrap } small { color: #666 }
+  h2 { font-size: 1rem; margin: 0 } p { white-space: pre-wrap; overflow-wrap: anywhere } small { color: #666 }
 </style>
-<form id="ask"><input id="prompt" value="Why is the sky blue?" aria-label="Prompt"><button>Ask both</button></form>
+<form id="ask">
+  <input id="prompt" value="Why is the sky blue?" aria-label="Prompt"><button id="both">Ask both</button>
+</form>
 <main>
   <section><h2>Plain</h2><small id="plain-gain"></small><p id="plain"></p></section>
   <section><h2>Drafted</h2><small id="drafted-gain"></small><p id="drafted"></p></section>
@@ -63,9 +65,11 @@ async function answer(model, content) {
 // One after the other, or each would slow the other down.
 at("ask").onsubmit = async event => {
   event.preventDefault();
+  at("both").disabled = true;
   for (const model of ["plain", "drafted"]) at(model).textContent = at(model + "-gain").textContent = "";
   for (const model of ["plain", "drafted"])
     await answer(model, at("prompt").value).catch(error => { at(model).textContent = error.message });
+  at("both").disabled = false;
   document.title = "Answered";
 };
 const asked = new URLSearchParams(location.search).get("prompt");

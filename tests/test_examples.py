@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import importlib.util
 import io
+import itertools
 import json
 import os
 import re
@@ -12,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -401,18 +403,65 @@ def test_the_page_shows_both_answers(served, tmp_path):
 BROWSERS = [name for name in ("chromium", "chromium-browser", "google-chrome") if shutil.which(name)]
 
 
+@pytest.fixture
+def browse(tmp_path):
+    """Opens an address in Chromium; returns what evaluates JavaScript there, once it gives something true."""
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}"]
+    # Chromium takes commands from descriptor 3 and answers on 4, each message with a zero byte at its end.
+    words = ["sh", "-c", 'exec "$@" 3<&0 4>&1 >&2', "sh", BROWSERS[0], *options, "--remote-debugging-pipe"]
+    numbers = itertools.count(1)
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        # Ends what waits below: nothing more can be read.
+        timer = threading.Timer(120, process.kill)
+        timer.start()
+
+        def call(method, session=None, **parameters):
+            message = {"id": next(numbers), "method": method, "params": parameters}
+            message |= {"sessionId": session} if session else {}
+            process.stdin.write(json.dumps(message).encode() + b"\0")
+            process.stdin.flush()
+            while True:
+                answer = b""
+                while (byte := process.stdout.read(1)) not in (b"", b"\0"):
+                    answer += byte
+                assert answer, f"No answer to {message}: Chromium ended, by itself or after 120 seconds."
+                answer = json.loads(answer)
+                if answer.get("id") == message["id"]:
+                    return answer["result"]
+
+        def open_page(address):
+            page = call("Target.createTarget", url=address)["targetId"]
+            session = call("Target.attachToTarget", targetId=page, flatten=True)["sessionId"]
+
+            def evaluate(script):
+                while True:
+                    found = call("Runtime.evaluate", session, expression=script, returnByValue=True)["result"]
+                    if found.get("value"):
+                        return found["value"]
+                    time.sleep(0.1)
+
+            return evaluate
+
+        yield open_page
+        timer.cancel()
+        process.terminate()
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not BROWSERS, reason="needs Chromium")
-def test_the_page_in_a_browser(served, tmp_path):
-    server, _ = served
-    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}", "--dump-dom"]
-    address = f"http://127.0.0.1:{server.server_port}/?prompt=abc"
-    # Its time stands still while an answer is under way.
-    result = subprocess.run(
-        [BROWSERS[0], *options, "--virtual-time-budget=60000", address], capture_output=True, text=True, timeout=120
-    )
-    plain, drafted = (re.search(rf'<p id="{name}">(.+?)</p>', result.stdout)[1] for name in ("plain", "drafted"))
-    assert plain == drafted and "<title>Answered</title>" in result.stdout
+def test_the_page_in_a_browser(served, browse):
+    server, ask = served
+    answer = json.loads(ask("POST", "/v1/chat/completions", {"messages": CHAT, "max_tokens": 128})[1])
+    evaluate = browse(f"http://127.0.0.1:{server.server_port}/?prompt=abc")
+    answered = """document.title === "Answered" && !at("both").disabled &&
+      ["plain", "drafted", "plain-gain", "drafted-gain"].map(id => at(id).textContent)"""
+    # Asked by the address, then by the button, which cannot be pressed again before both have answered.
+    for again in (False, True):
+        if again:
+            assert evaluate('document.title = ""; at("both").click(); at("both").disabled')
+        plain, drafted, plain_gain, drafted_gain = evaluate(answered)
+        assert plain == drafted == answer["choices"][0]["message"]["content"]
+        assert plain_gain.startswith("128 tokens, ") and ", tau " in drafted_gain
 
 
 def test_compare_recipes(workplace, tmp_path, monkeypatch, capsys):
