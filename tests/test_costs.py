@@ -115,6 +115,7 @@ def test_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "hf_falcon.decoding.measure", lambda forward, nodes, device: made.append(nodes) or {0: 1.0, nodes: 1.0}
     )
+    monkeypatch.setattr("hf_falcon.decoding.holds", lambda seconds, forward, device: True)
     options = {"num_assistant_tokens_schedule": "heuristic", "num_assistant_tokens": 6}
     llama = TARGETS["llama"]()
     for target in (llama, llama, TARGETS["llama"](), TARGETS["qwen2"]()):
@@ -122,6 +123,37 @@ def test_measured_once_and_kept(tmp_path, monkeypatch):
     assert made == [6, 6]
     kept = [json.loads(file.read_text()) for file in (tmp_path / "costs").iterdir()]
     assert len(kept) == 2 and all(each["max_nodes"] == 6 for each in kept)
+
+
+@pytest.mark.parametrize(
+    "kept, true",
+    [
+        ({0: 1.0, 7: 1.5, 32: 3.0}, True),
+        ({0: 0.1, 7: 0.15, 32: 9.0}, True),
+        ({0: 1.0, 7: 2.5}, False),
+        ({0: 1.0, 5: 1.0, 31: 1.6}, False),
+        ({0: 3.0}, True),
+    ],
+)
+def test_kept_times_of_a_busy_moment_do_not_hold(kept, true, monkeypatch):
+    """Only how much longer several nodes take than one counts: the machine is faster now, or slower."""
+    now = [0.0]
+
+    def forward(nodes):
+        now[0] += 2.0 if nodes == 0 else 3.0
+
+    monkeypatch.setattr(costs.time, "perf_counter", lambda: now[0])
+    assert costs.holds(kept, forward, torch.device("cpu")) == true
+
+
+def test_times_that_do_not_hold_are_measured_anew(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
+    target = TARGETS["llama"]()
+    drafter = tiny_drafter(target, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=6)
+    costs.save(target, costs.Circumstances.of(target, 5, 6), {0: 1.0, 6: 50.0})
+    monkeypatch.setattr("hf_falcon.decoding.measure", lambda forward, nodes, device: {0: 1.0, nodes: 1.5})
+    target.generate(prompt(5), assistant_model=drafter, max_new_tokens=6, do_sample=False)
+    assert costs.load(target, costs.Circumstances.of(target, 5, 6)) == {0: 1.0, 6: 1.5}
 
 
 def test_the_prompts_commit_is_no_rounds(tmp_path, monkeypatch):

@@ -36,6 +36,8 @@ _MEASURING_SECONDS = 1.5
 _REPEATS = 4
 # Weight of a new round in a running mean.
 _NEW = 0.1
+# Kept times are compared at about this many draft nodes, and measured anew where they are off by more than a factor.
+_CHECKED_SIZE, _TOLERANCE = 7, 1.25
 # Until a draft pass was timed it is taken to cost this many of the target's steps.
 _UNMEASURED_PASS = 0.1
 
@@ -155,6 +157,27 @@ def cache_folder() -> Path:
     """Where measured costs are kept: `HF_FALCON_CACHE`, or a folder in the Hub's own."""
     given = os.environ.get("HF_FALCON_CACHE")
     return Path(given) if given else Path(constants.HF_HOME) / "hf_falcon"
+
+
+def holds(seconds: dict[int, float], forward: Callable[[int], None], device: torch.device, repeats: int = 2) -> bool:
+    """
+    Whether times that were kept are still those of this machine: they may come from a moment when it was busy.
+
+    Args:
+        seconds (`dict[int, float]`): see [`Costs`].
+        forward, device, repeats: see [`measure`]; two sizes are timed.
+    """
+    size = min((size for size in seconds if size > 0), key=lambda size: abs(size - _CHECKED_SIZE), default=0)
+    found = {0: math.inf, size: math.inf}
+    for _ in range(1 + repeats):
+        for each in found:
+            begin = time.perf_counter()
+            forward(each)
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            found[each] = min(found[each], time.perf_counter() - begin)
+    change = (found[size] / found[0]) / (seconds[size] / seconds[0])
+    return 1 / _TOLERANCE < change < _TOLERANCE
 
 
 class Circumstances(NamedTuple):

@@ -16,7 +16,7 @@ from .batched_decoding import BatchSequence, decode_batch, why_no_batch
 from .batched_target import BatchedTargetRun
 from .borrowed_head import was_trained_for
 from .candidate_generator import FalconCandidateGenerator
-from .costs import Circumstances, Costs, Stopwatch, load, measure, save
+from .costs import Circumstances, Costs, Stopwatch, holds, load, measure, save
 from .draft_options import DraftOptions, set_by_call
 from .drafting import Drafting
 from .layer_outputs import LayerOutputs
@@ -196,7 +196,7 @@ def _costs(
 ) -> Costs:
     """Costs that were measured before, by any process, or follow from those of more rows, or are measured now."""
     seconds = load(run.model, circumstances)
-    if seconds is not None:
+    if seconds is not None and holds(seconds, run.rehearse, run.model.device):
         return Costs(seconds)
     more = [each for each in list(known) if each.rows > circumstances.rows and each[1:] == circumstances[1:]]
     if more:
