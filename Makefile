@@ -51,7 +51,7 @@ lint: $(VENV)/.ready  ## Check style and types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-compatibility: $(VENV)/.ready  ## Write COMPATIBILITY.md: what becomes of each decoder of transformers
+compatibility: $(VENV)/.ready  ## Write tests/COMPATIBILITY.md: what becomes of each decoder of transformers
 	$(VENV)/bin/python tests/compatibility.py
 
 setup: $(VENV)/.ready  ## Only make the environment

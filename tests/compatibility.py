@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_falcon import FalconDraftConfig, FalconDraftModel
 
-TABLE = Path(__file__).parent.parent / "COMPATIBILITY.md"
+TABLE = Path(__file__).with_name("COMPATIBILITY.md")
 DECODERS = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MULTIMODAL = {
     model_type: name if isinstance(name, str) else name[0]

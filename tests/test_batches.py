@@ -324,6 +324,21 @@ def test_an_interrupted_batch_leaves_everything_usable(assisted):
     check(assisted, "llama")
 
 
+def test_a_batch_whose_prompt_fails_leaves_the_cache_its_layers(assisted):
+    target = tiny_target("qwen2-mixed")
+    own = DynamicCache(config=target.config)
+    layers = list(own.layers)
+
+    def fail(*_):
+        raise torch.OutOfMemoryError
+
+    handle = target.get_output_embeddings().register_forward_pre_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        assisted(target, past_key_values=own)
+    handle.remove()
+    assert len(layers) == 3 and own.layers == layers
+
+
 def test_costs_of_fewer_rows():
     costs = Costs({0: 2.0, 1: 3.0, 3: 5.0})
     costs.draft_pass, costs.commit = 0.4, 0.2

@@ -42,7 +42,7 @@ class BatchedTargetRun:
         self._generation_config = generation_config
         self._model_kwargs = model_kwargs
         self._kinds = sorted(layer_kinds(model.config))
-        self._own_layers: list[Any] = []
+        self._own_layers: list[Any] = self.cache.layers
         # Slots of the prompts that are no padding, for each row of the batch, and slots of a prompt.
         self._slots: list[Tensor] = []
         self._prompt_length = 0
