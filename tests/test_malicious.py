@@ -131,6 +131,11 @@ def test_a_config_that_asks_for_more_than_the_file_holds(drafter_folder):
         {"assistant_confidence_threshold": "0.1"},
         {"prompt_lookup_num_tokens": HUGE},
         {"prompt_lookup_num_tokens": -1},
+        {"draft_calibration": 0.5},
+        {"draft_calibration": [1.0, 0.0]},
+        {"draft_calibration": [float("nan")]},
+        {"draft_calibration": ["1"]},
+        {"draft_calibration": [1.0] * 2000},
         {"num_assistant_tokens_schedule": ["constant"]},
     ],
 )

@@ -38,6 +38,17 @@ def test_verifies_the_nodes_that_pay(rate):
         assert pace(experience).size(torch.tensor(probs).log()) == worth.index(max(worth))
 
 
+def test_kept_calibration_is_where_learning_starts():
+    experience = Experience()
+    experience.depth(1).observe(1.0)
+    learnt = experience.depth(1).value
+    options, costs = DraftOptions(draft_calibration=[0.5, 0.25]), Costs({0: 1.0, 8: 1.4})
+    made = AdaptivePace(options, experience, CPU, costs)
+    # What this process has learnt stays; the depth of which it knows nothing starts from what was kept.
+    assert experience.depth(1).value == learnt
+    assert made.correction(2) == pytest.approx(math.log(0.25)) and made.correction(3) == 0.0
+
+
 def test_nothing_is_verified_where_nothing_pays():
     assert pace(node_cost=0.5).size(torch.tensor([0.1, 0.05]).log()) == 0
 

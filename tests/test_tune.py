@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
+from transformers import GenerationConfig
 
 from hf_falcon import costs
 from hf_falcon.commands import tune
@@ -49,6 +50,10 @@ def test_tune_command(tmp_path, monkeypatch, capsys):
     assert list(found["seconds"]) == ["0", "1", "3", "5"] and len(found["speedup"]) == 2
     assert found["speedup"][found["passes"] - 1][found["nodes"]] == max(map(max, found["speedup"]))
     assert (tmp_path / "drafter" / "tune.png").read_bytes()[:4] == b"\x89PNG"
+    # What became of the drafts is kept with the drafter, beside the options that it had.
+    kept = GenerationConfig.from_pretrained(tmp_path / "drafter")
+    assert kept.num_assistant_tokens == 5 and kept.draft_calibration == found["draft_calibration"]
+    assert found["draft_calibration"] and DraftOptions.from_generation_config(kept).draft_calibration
     # The next call of `generate` reads these times.
     assert costs.load(target, Circumstances.of(target, 20, 5)) == {int(n): s for n, s in found["seconds"].items()}
 

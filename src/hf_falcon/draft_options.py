@@ -18,6 +18,8 @@ _RANGES = {
     "prompt_lookup_num_tokens": (0, 4096),
 }
 _DEEPEST = 1024
+# A drafter that is right this many times as often as it says says nothing.
+_LARGEST_CALIBRATION = 100.0
 _SCHEDULES = ("heuristic", "constant")
 _VERIFICATIONS = ("exact", "speculative", "multi_root")
 
@@ -59,6 +61,9 @@ class DraftOptions:
             decoding's. Beside the token that the target drew its likeliest others begin trees, `draft_top_k` together,
             and the one is kept that most tokens are accepted behind. Both draft trees of `num_assistant_tokens` nodes
             every round and look nothing up. Greedy decoding, and batches, are as with "exact".
+        draft_calibration (`list[float]`, *optional*, defaults to `()`):
+            How often nodes at depth 1, 2, ... are right, over the drafter's own probability, as `hf-falcon tune`
+            found it. "heuristic" starts from there and learns on.
 
     Raises:
         `ValueError`: for a value out of range, naming the field, the value and what it may be.
@@ -73,6 +78,7 @@ class DraftOptions:
     assistant_confidence_threshold: float = 0.05
     prompt_lookup_num_tokens: int = 32
     verification: str = "exact"
+    draft_calibration: Sequence[float] = ()
 
     def __post_init__(self) -> None:
         for name, (least, largest) in _RANGES.items():
@@ -91,6 +97,12 @@ class DraftOptions:
         threshold = self.assistant_confidence_threshold
         if not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
             raise ValueError(f"`assistant_confidence_threshold` is {threshold!r}: set it between 0 and 1.")
+        shares = self.draft_calibration
+        if not isinstance(shares, (list, tuple)) or len(shares) > _DEEPEST or not all(map(_is_calibration, shares)):
+            raise ValueError(
+                f"`draft_calibration` is {shares!r:.80}: set it to a list of at most {_DEEPEST} numbers, each above 0 "
+                f"and at most {_LARGEST_CALIBRATION}."
+            )
         tree = self.draft_tree
         is_paths = isinstance(tree, (list, tuple)) and all(isinstance(path, (list, tuple)) for path in tree)
         if not is_paths and tree not in ("dynamic", "static"):
@@ -119,6 +131,10 @@ class DraftOptions:
         given = {field.name: getattr(generation_config, field.name, None) for field in fields(cls)}
         given |= {name: value for name in given if (value := set_by_call(call, name)) is not None}
         return cls(**{name: value for name, value in given.items() if value is not None})
+
+
+def _is_calibration(share: Any) -> bool:
+    return isinstance(share, (int, float)) and not isinstance(share, bool) and 0 < share <= _LARGEST_CALIBRATION
 
 
 def set_by_call(call: GenerationConfig | None, name: str) -> Any:

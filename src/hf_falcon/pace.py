@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -110,9 +110,12 @@ class Experience:
 
     def depth(self, depth: int) -> _Share:
         """Of nodes at `depth`, from 1."""
-        while len(self.depths) < depth:
-            self.depths.append(_Share(1.0))
+        self.expect([1.0] * depth)
         return self.depths[depth - 1]
+
+    def expect(self, calibration: Sequence[float]) -> None:
+        """Takes first guesses for the depths of which nothing is known yet."""
+        self.depths.extend(map(_Share, calibration[len(self.depths) :]))
 
 
 def _total_probability(branches: Branches) -> Tensor:
@@ -226,6 +229,7 @@ class AdaptivePace(Pace):
 
     def __init__(self, options: DraftOptions, experience: Experience, device: torch.device, costs: Costs):
         super().__init__(options, experience, device)
+        experience.expect(options.draft_calibration)
         self._costs = costs
         self._target = costs.target(options.num_assistant_tokens)
         self._target_costs = torch.tensor(self._target, device=device)

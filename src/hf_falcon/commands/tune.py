@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import DynamicCache, HfArgumentParser, PreTrainedModel
+from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..bench.prompts import read_turns
 from ..candidate_generator import FalconCandidateGenerator
 from ..costs import Circumstances, Costs, Stopwatch, measure, save
 from ..draft_options import DraftOptions
 from ..modeling_falcon_draft import FalconDraftModel
-from ..pace import Experience, Pace
+from ..pace import Experience, Pace, experience_of
 from ..target import FeatureTap, TargetRun
 from ..training.token_file import write_atomically
 from ..tree import Branches
@@ -44,7 +45,8 @@ class TuneArguments:
         max_new_tokens (`int`, *optional*, defaults to 64): tokens of an answer, at most.
         context (`int`, *optional*, defaults to 256): tokens before the round that is timed.
         seconds (`float`, *optional*, defaults to 20): how long the target is timed.
-        output (`str`, *optional*): folder of `tune.json` and `tune.png`; the drafter's if that is a folder.
+        output (`str`, *optional*): folder of `tune.json` and `tune.png`; the drafter's if that is a folder. There its
+            `generation_config.json` gets `draft_calibration`, in any case.
     """
 
     target: str | None = field(default=None, metadata={"help": "Target, from the Hub or a folder."})
@@ -157,13 +159,25 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"`draft_tree` is {options.draft_tree!r}: only dynamic trees have a size to be tuned.")
 
     seconds = target_seconds(target, arguments.context, options.num_assistant_tokens, arguments.seconds)
-    save(target, Circumstances.of(target, arguments.context, options.num_assistant_tokens), seconds)
+    circumstances = Circumstances.of(target, arguments.context, options.num_assistant_tokens)
+    save(target, circumstances, seconds)
+    experience = experience_of(drafter, target)
+    # Not measured again for the answers.
+    experience.costs[circumstances] = Costs(seconds)
+    # What is looked up would take nodes from the draft, and tell nothing of it.
+    drafter.generation_config.prompt_lookup_num_tokens = 0
+    drafter.generation_config.draft_calibration = []
+    drafter.generation_config.num_assistant_tokens_schedule = "heuristic"
     texts = []
     for prompt in tqdm(prompts, unit="prompt", desc="Answers to draft", leave=False):
         answer = target.generate(
-            **encode(tokenizer, prompt, device), max_new_tokens=arguments.max_new_tokens, do_sample=False
+            **encode(tokenizer, prompt, device),
+            assistant_model=drafter,
+            max_new_tokens=arguments.max_new_tokens,
+            do_sample=False,
         )
         texts.append(answer)
+    calibration = [round(share.value, 3) for share in experience.depths]
     expected, commit, draft_pass = drafting(drafter, target, texts, options)
     costs = Costs(seconds)
     costs.commit, costs.draft_pass = commit / seconds[0], draft_pass / seconds[0]
@@ -177,6 +191,7 @@ def main(argv: list[str]) -> int:
         f"predicted: {gains.max():.2f} times plain decoding with {best[1]} nodes and {best[0] + 1} passes a round; "
         f"{expected[best]:.2f} draft tokens a round by the drafter's own probabilities"
     )
+    print(f"right, over the drafter's own probability, by depth: {' '.join(f'{share:.2f}' for share in calibration)}")
     folder = _output(arguments)
     found = {
         "seconds": seconds,
@@ -186,7 +201,8 @@ def main(argv: list[str]) -> int:
         "speedup": gains.tolist(),
         "nodes": best[1],
         "passes": best[0] + 1,
-        **Circumstances.of(target, arguments.context, options.num_assistant_tokens)._asdict(),
+        "draft_calibration": calibration,
+        **circumstances._asdict(),
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "tune.json", json.dumps(found, indent=2).encode())
@@ -194,14 +210,26 @@ def main(argv: list[str]) -> int:
         write_atomically(folder / "tune.png", picture(gains))
     except ImportError:
         print("No tune.png: matplotlib is not installed. Run `pip install hf-falcon[bench]`.")
+    if own := _own_folder(arguments):
+        keep_calibration(own, calibration)
     print(f"More in {folder / 'tune.json'}. `generate` uses the target's times from now on.")
     return 0
 
 
+def _own_folder(arguments: TuneArguments) -> Path | None:
+    """The drafter's, where it is named by one."""
+    return Path(arguments.drafter) if arguments.drafter and Path(arguments.drafter).is_dir() else None
+
+
 def _output(arguments: TuneArguments) -> Path:
-    if arguments.output is not None:
-        return Path(arguments.output)
-    return Path(arguments.drafter) if arguments.drafter and Path(arguments.drafter).is_dir() else Path("tune")
+    return Path(arguments.output) if arguments.output is not None else _own_folder(arguments) or Path("tune")
+
+
+def keep_calibration(folder: Path, calibration: list[float]) -> None:
+    """Writes `draft_calibration` into the generation configuration of the drafter in `folder`; the rest stays."""
+    file = folder / GENERATION_CONFIG_NAME
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    write_atomically(file, (json.dumps({**kept, "draft_calibration": calibration}, indent=2) + "\n").encode())
 
 
 def picture(gains: Tensor) -> bytes:
