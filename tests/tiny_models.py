@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """Tiny random targets of many architectures, tiny random drafters, and a tiny tokenizer: nothing is downloaded."""
 
+import copy
 import functools
 import string
 from collections.abc import Callable
@@ -42,7 +43,8 @@ def _build(
     config_class = getattr(transformers, f"{prefix.replace('ForCausalLM', '')}Config")
     model_class = getattr(transformers, f"{prefix.replace('Text', '')}{model_suffix}")
     torch.manual_seed(seed)
-    made = config_class(**{**_SIZES, **config})
+    # Configurations keep the lists that they are given, and Gemma 4's changes them: each target gets lists of its own.
+    made = config_class(**copy.deepcopy({**_SIZES, **config}))
     made._attn_implementation = attention
     return model_class(made).eval()
 
