@@ -26,6 +26,7 @@ def test_card_is_valid_and_complete(folder):
     assert (data.library_name, data.pipeline_tag, data.license) == ("transformers", "text-generation", "apache-2.0")
     assert (data.base_model, data.base_model_relation) == (TARGET_NAME, "adapter")
     assert {"speculative-decoding", "assisted-generation"} <= set(data.tags)
+    assert data.datasets == ["anon8231489123/ShareGPT_Vicuna_unfiltered"]
     # The Hub's own tools read it, `model-index` included, and write the same metadata.
     again = ModelCard(f"---\n{data.to_yaml()}\n---\n{card.text}").data
     assert again.to_dict() == data.to_dict() and isinstance(again, ModelCardData)

@@ -26,7 +26,7 @@ SHIPPED = SOURCE.parents[1] / "hub_cards"
 PROVENANCE = {
     "versions": {"hf_falcon": "0.1.0", "transformers": "5.23.0", "torch": "2.13.0"},
     "target": {"name_or_path": "user/target", "fingerprint": "0123456789abcdef"},
-    "data": {"tokens_sha256": "ab" * 32, "tokens": 1234567, "samples": 5396},
+    "data": {"tokens_sha256": "ab" * 32, "tokens": 1234567, "samples": 5396, "sources": ["user/data", "a.json"]},
     "steps": 2800,
     "tokens_seen": 7654321,
 }
@@ -69,6 +69,8 @@ def test_card_of_a_trained_drafter(trained):
     assert data.base_model_relation == "adapter" and "speculative-decoding" in data.tags
     found = {result.metric_type: result.metric_value for result in data.eval_results}
     assert found == {"tau": 1.2345, "alpha": 0.5} and data.model_name == "my-drafter"
+    # The Hub links data sets, and knows nothing of files.
+    assert data.datasets == ["user/data"] and "from user/data, a.json" in card.text
     for text in ("tau 1.23:", "50.0 %", "2,800 steps", "1,234,567 tokens", "8,192 tokens", "2 LSTM layers"):
         assert text in card.text, text
     assert 'custom_generate="me/my-drafter"' in card.text and 'assistant_model="me/my-drafter"' in card.text

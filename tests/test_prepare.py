@@ -252,10 +252,19 @@ def test_token_file_without_metadata(tmp_path):
 
 
 def test_concatenate():
-    files = [some_tokens(100, {"target": "t", "a": 1}), some_tokens(1 << 17, {"target": "t", "a": 2})]
+    files = [
+        some_tokens(100, {"target": "t", "a": 1, "data": "user/data"}),
+        some_tokens(1 << 17, {"target": "t", "a": 2, "data": ["file.json", "user/data"]}),
+    ]
     both = TokenFile.concatenate(files)
     assert [both.sample(i)[0].tolist() for i in range(4)] == [[5, 6, 7], [99, 1], [5, 6, 7], [(1 << 17) - 1, 1]]
-    assert both.metadata == {"target": "t"} and both.temperatures.tolist() == [0, -1, 0, -1]
+    assert both.metadata == {"target": "t", "data": ["user/data", "file.json"]}
+    assert [file.sources for file in (*files, both)] == [
+        ["user/data"],
+        ["file.json", "user/data"],
+        both.metadata["data"],
+    ]
+    assert both.temperatures.tolist() == [0, -1, 0, -1]
     assert TokenFile.concatenate([files[0], files[0]]).tokens.dtype == torch.uint16
     with pytest.raises(ValueError, match="target_fingerprint"):
         TokenFile.concatenate([some_tokens(metadata={"target_fingerprint": x}) for x in "ab"])

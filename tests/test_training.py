@@ -863,7 +863,7 @@ def test_provenance(target, unbroken, tmp_path):
     assert found["target"] == {"name_or_path": target.name_or_path, "fingerprint": weights_fingerprint(target)}
     data = token_file()
     digest = hashlib.sha256(data.tokens.numpy().tobytes()).hexdigest()
-    assert found["data"] == {"tokens_sha256": digest, "tokens": len(data.tokens), "samples": 7}
+    assert found["data"] == {"tokens_sha256": digest, "tokens": len(data.tokens), "samples": 7, "sources": []}
     assert found["arguments"]["learning_rate"] == 1e-2 and found["arguments"]["output_dir"] == str(folder)
     assert (found["seed"], found["steps"]) == (42, 10)
     # Two and a half epochs of seven samples, in batches of two: the tokens of the third epoch's first two batches.

@@ -30,6 +30,7 @@ def render_card(config: FalconDraftConfig, folder: str | Path, name: str, licens
     target = config.target_name_or_path
     base_model = target if target is not None and _is_repository(target) else None
     provenance = _read(Path(folder, "provenance.json"))
+    sources = provenance.get("data", {}).get("sources", [])
     tau, alpha = final_tau(folder)
     data = ModelCardData(
         model_name=name.rpartition("/")[2],
@@ -39,6 +40,7 @@ def render_card(config: FalconDraftConfig, folder: str | Path, name: str, licens
         base_model=base_model,
         # Of the Hub's relations: it runs beside its base model, and does nothing without it.
         base_model_relation=None if base_model is None else "adapter",
+        datasets=[source for source in sources if _is_repository(source)] or None,
         tags=["speculative-decoding", "assisted-generation", "falcon", "custom_code"],
         eval_results=[
             EvalResult(

@@ -38,6 +38,7 @@ def provenance(target: PreTrainedModel, data: TokenFile) -> dict[str, Any]:
         "git_revision": git_revision(),
         "target": {"name_or_path": target.name_or_path, "fingerprint": weights_fingerprint(target)},
         "data": {
+            "sources": data.sources,
             "tokens_sha256": hashlib.sha256(data.tokens.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(),
             "tokens": len(data.tokens),
             "samples": len(data),

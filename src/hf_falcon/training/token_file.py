@@ -95,6 +95,12 @@ class TokenFile:
         # Widened after slicing, so that a mapped file is read only here.
         return self.tokens[start:end].to(torch.int64), int(self.prompt_lengths[index])
 
+    @property
+    def sources(self) -> list[str]:
+        """What the dialogues were taken from: data sets of the Hub, names of files."""
+        recorded = self.metadata.get("data", [])
+        return [recorded] if isinstance(recorded, str) else list(recorded)
+
     @classmethod
     def from_samples(
         cls,
@@ -126,7 +132,7 @@ class TokenFile:
     @classmethod
     def concatenate(cls, files: Sequence[TokenFile]) -> TokenFile:
         """
-        The dialogues of several files in one. Of the metadata, what all files agree on is kept.
+        The dialogues of several files in one. Of the metadata, all sources and what the files agree on are kept.
 
         Raises:
             ValueError: there are no files, or they record different targets.
@@ -143,12 +149,15 @@ class TokenFile:
         dtype = torch.uint16 if all(file.tokens.dtype == torch.uint16 for file in files) else torch.int32
         lengths = torch.cat([torch.zeros(1, dtype=torch.int64)] + [file.offsets.diff() for file in files])
         first, others = files[0].metadata, [file.metadata for file in files[1:]]
+        metadata = {k: v for k, v in first.items() if all(k in other and other[k] == v for other in others)}
+        if sources := list(dict.fromkeys(source for file in files for source in file.sources)):
+            metadata["data"] = sources
         return cls(
             tokens=torch.cat([file.tokens.to(dtype) for file in files]),
             offsets=lengths.cumsum(0),
             prompt_lengths=torch.cat([file.prompt_lengths for file in files]),
             temperatures=torch.cat([file.temperatures for file in files]),
-            metadata={k: v for k, v in first.items() if all(k in other and other[k] == v for other in others)},
+            metadata=metadata,
         )
 
     @classmethod
