@@ -629,6 +629,10 @@ def test_confidence_heads(workplace, tmp_path, monkeypatch, capsys):
     table = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[4:]]
     assert [name.removeprefix("| ") for name, *_ in table] == ["own probability, as it is", *script.JUDGES]
     assert all(float(loss) > 0 and 0 <= float(auc.removesuffix(" |")) <= 1 for _, loss, auc in table)
+    monkeypatch.setattr("sys.argv", ["confidence_heads.py", *map(str, words), "--held_out", "1000"])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "`--held_out` is 1000" in capsys.readouterr().err
 
 
 def test_a_judge_learns_what_can_be_learnt():
