@@ -97,11 +97,13 @@ def main() -> None:
     parser.add_argument("--new_tokens", type=int, default=64, help="length of an answer")
     parser.add_argument("--output", default="decision.json", help="where the model is written")
     arguments = parser.parse_args()
+    data = TokenFile.load(arguments.data)
+    if not 2 <= arguments.prompts <= len(data):
+        parser.error(f"`--prompts` is {arguments.prompts}: give 2 to {len(data)}, the dialogues of `--data`.")
     target, _ = load_target(arguments.target, torch.bfloat16)
     drafter = load_drafter(arguments.drafter, torch.bfloat16)
     options = DraftOptions.from_generation_config(drafter.generation_config)
     options = replace(options, draft_tree="dynamic", num_assistant_tokens_schedule="constant")
-    data = TokenFile.load(arguments.data)
     halves: list[list[tuple[Tensor, Tensor, Tensor]]] = [[], []]
     for number in range(arguments.prompts):
         token_ids, prompt_length = data.sample(len(data) - 1 - number)

@@ -17,7 +17,8 @@
 #     bash examples/train_a_drafter.sh runs/gemma runs/gemma-3-270m
 # Hardware: two CPU cores.
 # Minutes: ten and more, most of them for the responses.
-# Expected: few accepted tokens: a drafter wants to see millions, and this one sees some 50,000. Equal outputs.
+# Expected: few accepted tokens: a drafter wants to see millions, and this one sees some 50,000. Equal
+# outputs, but for near-ties where the machine computes in bfloat16.
 set -euo pipefail
 out=${1:-runs/example}
 mkdir -p "$out"

@@ -609,7 +609,15 @@ def test_divergence_and_evaluate_say_where_texts_part(workplace, tmp_path, monke
     assert entry.main(["evaluate", *words, "--check"]) == 1
     first = expected[0]
     line = f"prompts, prompt {first['prompt']}: parts from plain decoding at token {first['token']}, logit gap "
-    assert line in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert line in printed and "Rounding" not in printed
+
+    # Also where the machine chose float32; and no failure elsewhere.
+    monkeypatch.setattr("hf_falcon.commands.models.fastest_dtype", lambda device: torch.float32)
+    assert entry.main(["evaluate", *words, "--check", "--dtype", "auto"]) == 1
+    capsys.readouterr()
+    assert entry.main(["evaluate", *words, "--check", "--dtype", "bfloat16"]) == 0
+    assert "In float32 none may part." in capsys.readouterr().out
 
 
 def test_confidence_heads(workplace, tmp_path, monkeypatch, capsys):
@@ -621,6 +629,10 @@ def test_confidence_heads(workplace, tmp_path, monkeypatch, capsys):
     table = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[4:]]
     assert [name.removeprefix("| ") for name, *_ in table] == ["own probability, as it is", *script.JUDGES]
     assert all(float(loss) > 0 and 0 <= float(auc.removesuffix(" |")) <= 1 for _, loss, auc in table)
+    monkeypatch.setattr("sys.argv", ["confidence_heads.py", *map(str, words), "--held_out", "1000"])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "`--held_out` is 1000" in capsys.readouterr().err
 
 
 def test_a_judge_learns_what_can_be_learnt():

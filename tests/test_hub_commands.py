@@ -75,13 +75,14 @@ def test_card_of_a_trained_drafter(trained):
         assert text in card.text, text
     assert 'custom_generate="me/my-drafter"' in card.text and 'assistant_model="me/my-drafter"' in card.text
     assert "{{" not in card.content and "{%" not in card.content
+    assert "\n# my-drafter\n" in card.text
 
 
 def test_card_of_an_untrained_drafter(tmp_path):
     card = render_card(config(target_name_or_path=str(tmp_path), num_lstm_layers=0), tmp_path, "drafter")
     # A folder is no repository that the Hub could link.
     assert {"base_model", "base_model_relation", "model-index", "license"}.isdisjoint(card.data.to_dict())
-    assert "Not measured yet." in card.text and "linear fusion" in card.text
+    assert "\n# drafter\n" in card.text and "Not measured yet." in card.text and "linear fusion" in card.text
     assert str(ModelCard(str(card))) == str(card)
 
 
@@ -115,6 +116,12 @@ def test_info_of_a_folder(saved, capsys):
     assert "drafts all of 64 tokens" in capsys.readouterr().out
     assert entry.main(["info", str(saved / "target")]) == 1
     assert "`model_type` is 'llama'" in capsys.readouterr().err
+
+
+def test_info_of_an_empty_folder(tmp_path, capsys):
+    # A push that fails leaves such a repository.
+    assert entry.main(["info", str(tmp_path)]) == 1
+    assert f"`{tmp_path}` has no `config.json`" in capsys.readouterr().err
 
 
 COMMANDS = """

@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+from os import PathLike
 from typing import Any
 
 import torch
@@ -291,10 +292,19 @@ class FalconDraftConfig(PreTrainedConfig):
                 raise ValueError(f"`{field}` is {_shown(fields[field])}: a drafter knows 'sdpa' only, leave it out.")
 
     @classmethod
-    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def get_config_dict(
+        cls, pretrained_model_name_or_path: str | PathLike[str], **kwargs: Any
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
         """See [`PreTrainedConfig.get_config_dict`]."""
         with reading("config.json"):
-            return super().get_config_dict(*args, **kwargs)
+            fields, others = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        # Without the file, transformers goes on with the defaults.
+        if not fields:
+            raise OSError(
+                f"`{pretrained_model_name_or_path}` has no `config.json`: give the folder or the repository of a "
+                "Falcon drafter."
+            )
+        return fields, others
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

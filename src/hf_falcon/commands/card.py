@@ -32,8 +32,9 @@ def render_card(config: FalconDraftConfig, folder: str | Path, name: str, licens
     provenance = _read(Path(folder, "provenance.json"))
     sources = provenance.get("data", {}).get("sources", [])
     tau, alpha = final_tau(folder)
+    title = name.rpartition("/")[2]
     data = ModelCardData(
-        model_name=name.rpartition("/")[2],
+        model_name=title,
         library_name="transformers",
         pipeline_tag="text-generation",
         license=license,
@@ -63,6 +64,8 @@ def render_card(config: FalconDraftConfig, folder: str | Path, name: str, licens
         data,
         template_path=str(template()),
         mark=MARK,
+        # The data's own `model_name` is gone from them where there are results.
+        title=title,
         repository=name,
         target=target or "its target",
         config=config,

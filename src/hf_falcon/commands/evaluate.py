@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -145,9 +146,11 @@ def main(argv: list[str]) -> int:
                 f"{name:<14}{result['prompts']:>8}{result['tau']:>7.2f}{100 * result['alpha']:>6.1f} %"
                 f"{share:>11}   {depths}"
             )
+        if dtype != torch.float32 and any(result.get("partings") for result in results.values()):
+            print("Rounding parts texts where two tokens are almost equally likely. In float32 none may part.")
         for name, result in results.items():
             for each in result.get("partings", ()):
                 gap = "one of them ends" if each["gap"] is None else f"logit gap {each['gap']:.3g}"
                 print(f"{name}, prompt {each['prompt']}: parts from plain decoding at token {each['token']}, {gap}")
     differs = arguments.check and any(result["identical"] < result["prompts"] for result in results.values())
-    return 1 if differs and arguments.dtype == "float32" else 0
+    return 1 if differs and dtype == torch.float32 else 0
