@@ -68,7 +68,7 @@ def table(rows: list[Row]) -> str:
         "assisted tok/s",
         "speed-up",
         "tau",
-        "identical",
+        "identical in float32",
     ]
     cells = [head] + [
         [
