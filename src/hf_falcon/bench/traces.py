@@ -66,7 +66,8 @@ class TraceFile:
             self._path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
             return
         found = json.loads(whole[0])
-        for name, value in settings.items():
+        # As the file has them: tuples are lists there.
+        for name, value in json.loads(json.dumps(settings)).items():
             if found.get(name) != value:
                 raise ValueError(
                     f"{self._path} was measured with `{name}` {found.get(name)!r}, and this run has {value!r}: give "
