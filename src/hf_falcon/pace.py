@@ -110,7 +110,8 @@ class Experience:
 
     def depth(self, depth: int) -> _Share:
         """Of nodes at `depth`, from 1."""
-        self.expect([1.0] * depth)
+        if len(self.depths) < depth:
+            self.expect([1.0] * depth)
         return self.depths[depth - 1]
 
     def expect(self, calibration: Sequence[float]) -> None:
