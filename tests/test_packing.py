@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 import hf_falcon
 from hf_falcon.borrowed_head import BorrowedHead, was_trained_for
 from hf_falcon.configuration_falcon_draft import weights_fingerprint
+from hf_falcon.packed_layouts import PackedWeight
 from hf_falcon.packing import PackedLinear, is_packed
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="packed weights need oneDNN")
@@ -56,7 +57,7 @@ def test_products_are_those_of_the_ordinary_layer(shape, bias, dtype):
     packed = nn.Sequential(nn.Linear(*shape, bias=bias, dtype=dtype)).eval()
     ordinary = copy.deepcopy(packed)
     hf_falcon.pack_weights(packed)
-    assert packed[0].weight.is_mkldnn
+    assert is_laid_out(packed[0])
     with torch.no_grad():
         for rows in [*range(1, 33), 200]:
             states = torch.randn(1, rows, shape[0]).to(dtype)
@@ -162,14 +163,14 @@ def test_no_weight_is_there_twice():
     # Only what an embedding needs.
     target = fresh(tied=True)
     hf_falcon.pack_weights(target)
-    kept = [name for name, module in target.named_modules() if isinstance(module, nn.Linear) and not is_mkldnn(module)]
+    kept = [name for name, module in target.named_modules() if isinstance(module, nn.Linear) and not is_laid_out(module)]
     assert kept == ["lm_head"]
     assert isinstance(target.lm_head, PackedLinear)
     assert target.lm_head.weight is target.get_input_embeddings().weight
 
 
-def is_mkldnn(module: nn.Linear) -> bool:
-    return module.weight.is_mkldnn
+def is_laid_out(module: nn.Linear) -> bool:
+    return isinstance(module.weight, PackedWeight)
 
 
 def test_weights_that_share_their_memory_still_do():
@@ -178,7 +179,7 @@ def test_weights_that_share_their_memory_still_do():
     model["b"].weight.data = model["a"].weight.data
     model["d"].weight = model["c"].weight
     with hf_falcon.packed_weights(model):
-        assert not any(map(is_mkldnn, model.values())) and is_packed(model)
+        assert not any(map(is_laid_out, model.values())) and is_packed(model)
     assert model["a"].weight.data_ptr() == model["b"].weight.data_ptr()
     assert model["c"].weight is model["d"].weight
 

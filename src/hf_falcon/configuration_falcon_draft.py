@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
 from .checkpoint_files import is_weight_file_name, reading
+from .packed_layouts import PackedWeight
 
 # Of config.json and the weights that it describes. It grows when code of before would misread what code of now writes.
 FORMAT = 1
@@ -405,7 +406,7 @@ def weights_fingerprint(model: PreTrainedModel) -> str | None:
 
 
 def _some_values(matrix: torch.Tensor) -> torch.Tensor:
-    if matrix.layout == torch.strided:
+    if not isinstance(matrix, PackedWeight):
         flat = matrix.detach().reshape(-1)
         return flat[:: max(1, flat.numel() // _FINGERPRINT_VALUES)][:_FINGERPRINT_VALUES]
     # All of a packed weight must be unpacked to read some of it. It never changes, so what was read stays with it.

@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
 Packed weights: on a CPU, products of a few rows with a linear layer's weight are bound by how the weight lies in
-memory. oneDNN lays it out once for such products, as `torch.compile` with freezing has it done.
+memory. Here it is laid out once for such products.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Rows of the product that the layout is chosen for. Any number above one gives the same layout; the layout for one
-# row is slow for several in float32.
-_ROWS = 8
+from .packed_layouts import BlockLayout, OneDnnLayout, PackedWeight, layout_of
+
 _DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -26,11 +25,11 @@ class PackedLinear(nn.Linear):
     A linear layer whose weight is packed. A layer becomes one in place, by its class, and ceases to be one likewise:
     hooks and references to it stay as they are.
 
-    `weight` is then a parameter of layout `torch._mkldnn`, of the usual shape and dtype, whose values `to_dense()`
-    gives. Where other modules share it (a tied LM head), `weight` stays as it was, and is packed beside.
+    `weight` is then a [`PackedWeight`]. Where other modules share it (a tied LM head), `weight` stays as it was, and is
+    packed beside.
     """
 
-    packed_weight: Tensor
+    packed: OneDnnLayout | BlockLayout
     unpacked_parameter: nn.Parameter
 
     def forward(self, input: Tensor) -> Tensor:
@@ -39,22 +38,22 @@ class PackedLinear(nn.Linear):
                 "Packed weights give no gradient: call the model under `torch.no_grad()`, as `generate` does, or call "
                 "`hf_falcon.unpack_weights(model)` first."
             )
-        if input.dtype != self.packed_weight.dtype:
+        if input.dtype != self.weight.dtype:
             # Autocast, or a mistake: as the ordinary layer has it.
-            return F.linear(input, self.packed_weight.to_dense(), self.bias)
-        return torch.ops.mkldnn._linear_pointwise(input, self.packed_weight, self.bias, "none", [], "")
+            return F.linear(input, self.packed.to_dense(), self.bias)
+        return self.packed.product(input, self.bias)
 
     @classmethod
     @torch.inference_mode(False)
     def pack(cls, linear: nn.Linear, keep_dense: bool) -> None:
         """Packs a linear layer's weight; `keep_dense` leaves the weight itself where it is."""
         weight = linear.weight
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+        packed = layout_of(weight.detach())
         # Not by attribute assignment, which would register the parameter under a second name.
-        vars(linear).update(packed_weight=packed, unpacked_parameter=weight)
+        vars(linear).update(packed=packed, unpacked_parameter=weight)
         linear.__class__ = cls
         if not keep_dense:
-            linear.weight = nn.Parameter(packed, requires_grad=False)
+            linear.weight = nn.Parameter(PackedWeight(packed, weight), requires_grad=False)
             # The parameter itself waits, empty: whoever refers to it (an optimizer) finds it again after `unpack`.
             weight.data = weight.data.new_empty(0)
 
@@ -63,9 +62,9 @@ class PackedLinear(nn.Linear):
         """Makes this the ordinary layer that it was, with the same parameter of the same values."""
         weight = self.unpacked_parameter
         if self._gave_up_dense:
-            weight.data = self.packed_weight.to_dense()
+            weight.data = self.packed.to_dense()
         self.weight = weight
-        del self.packed_weight, self.unpacked_parameter
+        del self.packed, self.unpacked_parameter
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
     @property
@@ -75,7 +74,7 @@ class PackedLinear(nn.Linear):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._gave_up_dense:
-            destination[f"{prefix}weight"] = self.packed_weight.to_dense()
+            destination[f"{prefix}weight"] = self.packed.to_dense()
 
     def _load_from_state_dict(self, *args: Any) -> None:
         # New values: an ordinary layer takes them.
@@ -91,7 +90,7 @@ class PackedLinear(nn.Linear):
         # A copy is an ordinary layer: oneDNN's tensors cannot be copied.
         state = vars(self).copy()
         weight = state.pop("unpacked_parameter")
-        packed = state.pop("packed_weight")
+        packed = state.pop("packed")
         if self._gave_up_dense:
             weight = nn.Parameter(packed.to_dense(), requires_grad=weight.requires_grad)
         state["_parameters"] = {**self._parameters, "weight": weight}
@@ -101,8 +100,7 @@ class PackedLinear(nn.Linear):
 def pack_weights(model: nn.Module) -> None:
     """
     Packs the weights of all linear layers of a model for products of a few rows on a CPU, in place, until
-    [`unpack_weights`]. Verifying trees becomes faster, and so does plain decoding in bfloat16; in float32
-    products of one or two rows become slower.
+    [`unpack_weights`]. Verifying trees becomes faster, and so does plain decoding in bfloat16.
 
     Memory stays what it was: each weight is given up for its packed form. Only what other modules need as it is, such
     as an embedding tied to the LM head, is there twice; and the pages of weights that are mapped from a checkpoint's

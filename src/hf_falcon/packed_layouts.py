@@ -1,0 +1,115 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""How a linear layer's weight may lie in memory so that a product of a few rows takes as long as reading it once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+# Rows of the product that oneDNN's layout is chosen for. Any number above one gives the same layout; the one for a
+# single row is slow for several.
+_ROWS = 8
+# Outputs of a block: the first number that divides them all, or the last. Of 48, 32, 16 and 64 the first was fastest for
+# one row, the first two for eight; with 64 eight rows take half as long again.
+_BLOCKS = (48, 32)
+
+
+class OneDnnLayout:
+    """
+    oneDNN's own layout, as `torch.compile` with freezing has it made.
+
+    Args:
+        weight (`torch.Tensor` of shape `(out_features, in_features)`): float32 or bfloat16, on the CPU.
+    """
+
+    def __init__(self, weight: Tensor):
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+
+    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """`torch.nn.functional.linear(input, weight, bias)`."""
+        return torch.ops.mkldnn._linear_pointwise(input, self._weight, bias, "none", [], "")
+
+    def to_dense(self) -> Tensor:
+        """The weight, to the bit."""
+        return self._weight.to_dense()
+
+
+class BlockLayout:
+    """
+    Blocks of some outputs, each transposed: `(blocks, in_features, outputs)`. A product is then a batch of small ones
+    with the same rows, which MKL multiplies as they lie, where it would first copy all of a weight.
+
+    Args:
+        weight (`torch.Tensor` of shape `(out_features, in_features)`): float32, on the CPU.
+    """
+
+    def __init__(self, weight: Tensor):
+        self._out_features = weight.shape[0]
+        width = next((width for width in _BLOCKS if self._out_features % width == 0), _BLOCKS[-1])
+        filled = F.pad(weight, (0, 0, 0, -self._out_features % width))
+        self._blocks = filled.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
+
+    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """`torch.nn.functional.linear(input, weight, bias)`."""
+        blocks, _, width = self._blocks.shape
+        rows = input.reshape(-1, input.shape[-1])
+        output = torch.bmm(rows.expand(blocks, -1, -1), self._blocks)
+        output = output.transpose(0, 1).reshape(-1, blocks * width)
+        if output.shape[1] != self._out_features:
+            output = output[:, : self._out_features]
+        output = output.reshape(*input.shape[:-1], self._out_features)
+        return output if bias is None else output + bias
+
+    def to_dense(self) -> Tensor:
+        """The weight, to the bit."""
+        return self._blocks.transpose(1, 2).flatten(0, 1)[: self._out_features].contiguous()
+
+
+class PackedWeight(Tensor):
+    """
+    A weight in one of these layouts. To whoever looks at it, it is an ordinary tensor that cannot be changed: of the
+    weight's shape and dtype, and operations get its values as they were.
+
+    Args:
+        packed ([`OneDnnLayout`] or [`BlockLayout`]): where the values are.
+        weight (`torch.Tensor` of shape `(out_features, in_features)`): the weight that was laid out.
+    """
+
+    packed: OneDnnLayout | BlockLayout
+
+    @staticmethod
+    def __new__(cls, packed: OneDnnLayout | BlockLayout, weight: Tensor) -> PackedWeight:
+        self = Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype, device=weight.device)
+        self.packed = packed
+        return self
+
+    def to_dense(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The weight as an ordinary tensor, to the bit."""
+        return self.packed.to_dense()
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].packed, args[0])
+        if func._schema.is_mutable:
+            raise RuntimeError("Packed weights cannot be changed: call `hf_falcon.unpack_weights(model)` first.")
+        args, kwargs = tree_map_only(cls, lambda weight: weight.to_dense(), (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"PackedWeight({self.to_dense()!r})"
+
+
+def layout_of(weight: Tensor) -> OneDnnLayout | BlockLayout:
+    """
+    A weight, laid out for products of a few rows.
+
+    Args:
+        weight (`torch.Tensor` of shape `(out_features, in_features)`): float32 or bfloat16, on the CPU.
+    """
+    blocks = weight.dtype == torch.float32 and torch.backends.mkl.is_available()
+    return BlockLayout(weight) if blocks else OneDnnLayout(weight)
