@@ -191,6 +191,19 @@ def test_a_long_prompt_is_committed_in_chunks(target, monkeypatch, block_size, k
     close(found, expected[:, -block_size:])
 
 
+@pytest.mark.parametrize("block_size, num_lstm_layers", [(1, 0), (2, 1), (3, 2)])
+def test_of_a_long_prompt_the_end_is_read(target, monkeypatch, block_size, num_lstm_layers):
+    shape = {"block_size": block_size, "num_lstm_layers": num_lstm_layers}
+    end = Drafting(target, first_position=23, **shape)
+    expected = [end.commit(23, 30), end.commit(30, 40)]
+    monkeypatch.setattr(candidate_generator_module, "_PROMPT_ROWS", 7)
+    long = Drafting(target, **shape)
+    # What comes after the prompt is read in any case.
+    found = [long.commit(0, 30), long.commit(30, 40)]
+    for each, other in zip(found, expected, strict=True):
+        assert torch.equal(each, other)
+
+
 def commit_in_pieces(drafting, pieces):
     start = 0
     for piece in pieces:

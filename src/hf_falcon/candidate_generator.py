@@ -21,7 +21,9 @@ from .target import FeatureTap
 from .tree import DraftTree, DynamicRound, DynamicTree, StaticRound, StaticTree, static_paths
 from .verification import TokenSequence, verify
 
-# Rows of one drafter forward over a prompt. Masks are rows * context, so a prompt costs no quadratic memory.
+# Newest positions of a prompt that the drafter reads: with these it accepts as much as with all of 1,000.
+_PROMPT_ROWS = 128
+# Rows of one drafter forward. Masks are rows * context, so what a long pause left costs no quadratic memory.
 _PREFILL_ROWS = 512
 
 
@@ -93,7 +95,8 @@ class FalconCandidateGenerator(CandidateGenerator):
         self, features: Tensor, next_token_ids: Tensor, first_position: int = 0, prompt_embeds: Tensor | None = None
     ) -> None:
         """
-        Takes new true features with the tokens one step ahead, and drafts the next block from them.
+        Takes new true features with the tokens one step ahead, and drafts the next block from them. Of a prompt only
+        the end is read.
 
         Args:
             features (`torch.Tensor` of shape `(1, new, ...)`): see [`FalconDraftModel.forward`]; of the new positions.
@@ -104,7 +107,9 @@ class FalconCandidateGenerator(CandidateGenerator):
                 The prompt's embeddings, where it has no tokens: `next_token_ids` then are fewer, those at the end.
         """
         if self._committed == 0:
-            self._first_position = first_position
+            features, unread = features[:, -_PROMPT_ROWS:], max(0, features.shape[1] - _PROMPT_ROWS)
+            next_token_ids = next_token_ids[:, -_PROMPT_ROWS:]
+            self._first_position = first_position + unread
         features, next_embeds = features.to(self._device), self.head.embed(next_token_ids.to(self._device))
         new, size = features.shape[1], self._block_size
         if prompt_embeds is not None and (missing := new - next_embeds.shape[1]) > 0:
