@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 import hf_falcon
 from hf_falcon.borrowed_head import BorrowedHead, was_trained_for
 from hf_falcon.configuration_falcon_draft import weights_fingerprint
-from hf_falcon.packed_layouts import PackedWeight
+from hf_falcon.packed_layouts import BlockLayout, OneDnnLayout, PackedWeight, blocks_pay, layout_of
 from hf_falcon.packing import PackedLinear, is_packed
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="packed weights need oneDNN")
@@ -51,7 +51,7 @@ def equal_states(state, expected) -> bool:
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
-@pytest.mark.parametrize("shape", [(32, 48), (7, 33), (576, 192)], ids=str)
+@pytest.mark.parametrize("shape", [(32, 48), (7, 33), (16, 64), (576, 192)], ids=str)
 def test_products_are_those_of_the_ordinary_layer(shape, bias, dtype):
     torch.manual_seed(0)
     packed = nn.Sequential(nn.Linear(*shape, bias=bias, dtype=dtype)).eval()
@@ -70,6 +70,32 @@ def test_products_are_those_of_the_ordinary_layer(shape, bias, dtype):
             result, expected = packed(states.to(dtype)), ordinary(states.to(dtype))
             torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-5)
         assert packed(torch.empty(1, 0, shape[0], dtype=dtype)).shape == (1, 0, shape[1])
+
+
+def test_a_packed_weight_is_read_like_any_other_and_cannot_be_changed(dtype):
+    packed = nn.Sequential(nn.Linear(7, 33, dtype=dtype)).eval()
+    ordinary = copy.deepcopy(packed[0].weight.detach())
+    hf_falcon.pack_weights(packed)
+    weight, rows = packed[0].weight, torch.randn(2, 7).to(dtype)
+    assert isinstance(weight, nn.Parameter) and not weight.requires_grad
+    assert torch.equal(weight[[3, 1]], ordinary[[3, 1]])
+    assert torch.equal(weight.float(), ordinary.float())
+    assert torch.equal(nn.functional.linear(rows, weight), nn.functional.linear(rows, ordinary))
+    assert repr(weight) == f"PackedWeight({ordinary!r})"
+    for change in (weight.zero_, lambda: weight.mul_(2), lambda: weight.copy_(ordinary)):
+        with pytest.raises(RuntimeError, match="unpack_weights"):
+            change()
+    assert torch.equal(weight.to_dense(), ordinary)
+
+
+def test_float32_without_mkl_is_laid_out_by_onednn(monkeypatch):
+    weight = torch.randn(48, 32)
+    assert isinstance(layout_of(weight), BlockLayout) is blocks_pay()
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    layout, rows = layout_of(weight), torch.randn(3, 32)
+    assert isinstance(layout, OneDnnLayout)
+    torch.testing.assert_close(layout.product(rows, None), rows @ weight.T)
+    assert torch.equal(layout.to_dense(), weight)
 
 
 def check_assisted_equals_plain(name: str, do_sample: bool, count: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
+from .few_rows import few_rows, linears_of
 from .grouped_attention import grouped_attention
 from .modeling_falcon_draft import additive_mask
 from .ragged_cache import RaggedLayer, RowLengths
@@ -38,6 +39,7 @@ class BatchedTargetRun:
         self.model = model
         self.cache: Cache = model_kwargs["past_key_values"]
         self._tap = FeatureTap(model, feature_layers)
+        self._linears = linears_of(model)
         self._config = model.config.get_text_config(decoder=True)
         self._generation_config = generation_config
         self._model_kwargs = model_kwargs
@@ -108,7 +110,7 @@ class BatchedTargetRun:
             visible[row, :size, :size] = tree.visible
         places = self._lengths.slots(1) + depths
         masks = {kind: self._mask(kind, places, visible) for kind in self._kinds}
-        with self._tap as tap, grouped_attention(masks.values()):
+        with self._tap as tap, grouped_attention(masks.values()), few_rows(self.model, self._linears):
             outputs = self.model(
                 input_ids=tokens,
                 attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],

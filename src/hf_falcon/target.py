@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from .few_rows import few_rows, linears_of
 from .grouped_attention import grouped_attention
 from .growing_cache import give_back, grow_in_place
 from .layer_outputs import LayerOutputs
@@ -258,6 +259,7 @@ class TargetRun:
     ):
         self.model = model
         self._tap = FeatureTap(model, feature_layers)
+        self._linears = linears_of(model)
         self.cache: Cache = model_kwargs["past_key_values"]
         self._config = model.config.get_text_config(decoder=True)
         self._generation_config = generation_config
@@ -341,7 +343,7 @@ class TargetRun:
     def _forward(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
         start = self.length
         masks = {kind: self._mask(kind, tree, start) for kind in self._kinds}
-        with self._tap as tap, grouped_attention(masks.values()):
+        with self._tap as tap, grouped_attention(masks.values()), few_rows(self.model, self._linears):
             outputs = self._outputs = self.model(
                 input_ids=tree.token_ids[None],
                 attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],

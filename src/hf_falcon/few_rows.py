@@ -1,0 +1,105 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+Products of a tree's few rows with a target's float32 weights as they lie: MKL would first copy all of a weight, which
+takes as long as the product. Packed weights are faster still, and somebody must pack them.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .packed_layouts import blocks_pay, product_of_blocks
+
+# Rows for which this is faster; with 3 and with 16 it is slower.
+_LEAST, _MOST = 4, 12
+# Outputs of a block: all as fast.
+_WIDTHS = (32, 16)
+_lock = threading.Lock()
+_users: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+class _Here(threading.local):
+    """Whether this thread is in a round: others may run the same target meanwhile."""
+
+    in_a_round = False
+
+
+_here = _Here()
+
+
+class FewRowsLinear(nn.Linear):
+    """What linear layers of a target are while it scores a tree: an ordinary one to other threads."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        rows = input.numel() // self.in_features
+        if not _here.in_a_round or not _LEAST <= rows <= _MOST or input.dtype != torch.float32:
+            return F.linear(input, self.weight, self.bias)
+        width = next(width for width in _WIDTHS if self.out_features % width == 0)
+        blocks = self.weight.view(-1, width, self.in_features).transpose(1, 2)
+        output = product_of_blocks(input, blocks)
+        return output if self.bias is None else output + self.bias
+
+
+def linears_of(model: nn.Module) -> list[nn.Linear]:
+    """The linear layers of a model that [`few_rows`] is for."""
+    if not blocks_pay():
+        return []
+    return [module for module in model.modules() if _is_suited(module)]
+
+
+@contextmanager
+def few_rows(model: nn.Module, linears: list[nn.Linear]) -> Iterator[None]:
+    """
+    Inside, this thread's forwards of a few rows are faster; their values differ by rounding.
+
+    Args:
+        model (`torch.nn.Module`): a target.
+        linears (`list[torch.nn.Linear]`): what [`linears_of`] found in it.
+    """
+    if not linears or torch.is_autocast_enabled("cpu"):
+        yield
+        return
+    _enter(model, linears)
+    before, _here.in_a_round = _here.in_a_round, True
+    try:
+        yield
+    finally:
+        _here.in_a_round = before
+        _leave(model, linears)
+
+
+def _enter(model: nn.Module, linears: list[nn.Linear]) -> None:
+    with _lock:
+        _users[model] = _users.get(model, 0) + 1
+        if _users[model] == 1:
+            for linear in linears:
+                linear.__class__ = FewRowsLinear
+
+
+def _leave(model: nn.Module, linears: list[nn.Linear]) -> None:
+    with _lock:
+        _users[model] -= 1
+        if _users[model] == 0:
+            del _users[model]
+            for linear in linears:
+                linear.__class__ = nn.Linear
+
+
+def _is_suited(module: nn.Module) -> bool:
+    if type(module) not in (nn.Linear, FewRowsLinear) or "forward" in vars(module):
+        return False
+    weight = module._parameters.get("weight")
+    return (
+        type(weight) is nn.Parameter
+        and weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and weight.is_contiguous()
+        and weight.shape[0] % _WIDTHS[-1] == 0
+    )

@@ -1,0 +1,129 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Products of a few rows while a target scores a tree: the same values, in rounds only, in this thread only."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from tiny_models import prompt, tiny_drafter, tiny_target
+from torch import nn
+
+import hf_falcon
+from hf_falcon import few_rows as module
+from hf_falcon.few_rows import FewRowsLinear, few_rows, linears_of
+from hf_falcon.packed_layouts import blocks_pay
+
+pytestmark = pytest.mark.skipif(not blocks_pay(), reason="needs MKL and AVX-512")
+
+
+def kinds(model) -> set[type]:
+    return {type(each) for each in model.modules() if isinstance(each, nn.Linear)}
+
+
+@pytest.fixture
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(40, 48)
+
+
+@pytest.fixture
+def blocks_used(monkeypatch) -> list[int]:
+    """Rows of the products that were done by blocks."""
+    used, original = [], module.product_of_blocks
+
+    def recorded(input, blocks):
+        used.append(input.numel() // input.shape[-1])
+        return original(input, blocks)
+
+    monkeypatch.setattr(module, "product_of_blocks", recorded)
+    return used
+
+
+@pytest.mark.parametrize("outputs", [16, 48, 64])
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@torch.no_grad()
+def test_values_are_those_of_the_ordinary_layer(outputs, bias, blocks_used):
+    torch.manual_seed(0)
+    layer = nn.Linear(40, outputs, bias=bias)
+    for rows in range(1, 20):
+        states = torch.randn(1, rows, 40)
+        expected = layer(states)
+        with few_rows(layer, linears_of(layer)):
+            found = layer(states)
+        torch.testing.assert_close(found, expected)
+        assert found.is_contiguous() and (4 <= rows <= 12 or torch.equal(found, expected))
+    assert blocks_used == list(range(4, 13))
+
+
+@torch.no_grad()
+def test_all_is_as_it_was_afterwards(linear):
+    linears = linears_of(linear)
+    with pytest.raises(KeyError), few_rows(linear, linears):
+        with few_rows(linear, linears):
+            assert type(linear) is FewRowsLinear
+        # The inner one leaves it to the outer one.
+        assert type(linear) is FewRowsLinear
+        assert linears_of(linear) == [linear]
+        raise KeyError
+    assert type(linear) is nn.Linear and not module._users
+    assert not module._here.in_a_round
+
+
+@torch.no_grad()
+def test_other_threads_have_ordinary_layers(linear, blocks_used):
+    states, found = torch.randn(8, 40), []
+    expected = linear(states)
+    with few_rows(linear, linears_of(linear)):
+        other = threading.Thread(target=lambda: found.append(linear(states)))
+        other.start()
+        other.join()
+        assert not blocks_used
+        linear(states)
+        assert blocks_used == [8]
+    assert torch.equal(found[0], expected)
+
+
+def test_only_plain_float32_layers_on_the_cpu():
+    class Doubling(nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    layers = {
+        "plain": nn.Linear(8, 16),
+        "sub": Doubling(8, 16),
+        "own": nn.Linear(8, 16),
+        "bf16": nn.Linear(8, 16, dtype=torch.bfloat16),
+        "narrow": nn.Linear(8, 17),
+        "meta": nn.Linear(8, 16, device="meta"),
+    }
+    layers["own"].forward = lambda input: input
+    layers["transposed"] = nn.Linear(16, 16)
+    layers["transposed"].weight.data = layers["transposed"].weight.data.t()
+    model = nn.ModuleDict(layers)
+    assert linears_of(model) == [layers["plain"]]
+    hf_falcon.pack_weights(layers["plain"].eval())
+    assert linears_of(model) == []
+
+
+@torch.no_grad()
+def test_autocast_has_its_own_products(linear, blocks_used):
+    with torch.autocast("cpu", torch.bfloat16), few_rows(linear, linears_of(linear)):
+        assert linear(torch.randn(8, 40)).dtype == torch.bfloat16
+    assert not blocks_used
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_generation_scores_trees_by_blocks(rows, blocks_used):
+    target = copy.deepcopy(tiny_target("llama"))
+    assert kinds(target) == {nn.Linear} and linears_of(target)
+    drafter = copy.deepcopy(tiny_drafter(target))
+    tokens = torch.cat([prompt(7, seed) for seed in range(rows)])
+    options = {"max_new_tokens": 12, "do_sample": False}
+    expected = target.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
+    assert not blocks_used
+    drafter.generation_config.num_assistant_tokens = 8 // rows - 1
+    output = target.generate(tokens, attention_mask=torch.ones_like(tokens), assistant_model=drafter, **options)
+    assert output.tolist() == expected.tolist()
+    # Not the prompt, which plain decoding reads by ordinary products.
+    assert blocks_used and set(blocks_used) <= set(range(4, 9)) and kinds(target) == {nn.Linear}
