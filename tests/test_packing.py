@@ -189,7 +189,9 @@ def test_no_weight_is_there_twice():
     # Only what an embedding needs.
     target = fresh(tied=True)
     hf_falcon.pack_weights(target)
-    kept = [name for name, module in target.named_modules() if isinstance(module, nn.Linear) and not is_laid_out(module)]
+    kept = [
+        name for name, module in target.named_modules() if isinstance(module, nn.Linear) and not is_laid_out(module)
+    ]
     assert kept == ["lm_head"]
     assert isinstance(target.lm_head, PackedLinear)
     assert target.lm_head.weight is target.get_input_embeddings().weight

@@ -51,7 +51,7 @@ def linears_of(model: nn.Module) -> list[nn.Linear]:
     """The linear layers of a model that [`few_rows`] is for."""
     if not blocks_pay():
         return []
-    return [module for module in model.modules() if _is_suited(module)]
+    return [module for module in model.modules() if isinstance(module, nn.Linear) and _is_suited(module)]
 
 
 @contextmanager
@@ -92,10 +92,11 @@ def _leave(model: nn.Module, linears: list[nn.Linear]) -> None:
                 linear.__class__ = nn.Linear
 
 
-def _is_suited(module: nn.Module) -> bool:
-    if type(module) not in (nn.Linear, FewRowsLinear) or "forward" in vars(module):
+def _is_suited(linear: nn.Linear) -> bool:
+    # No subclass, and no other forward.
+    if type(linear) not in (nn.Linear, FewRowsLinear) or "forward" in vars(linear):
         return False
-    weight = module._parameters.get("weight")
+    weight = linear._parameters.get("weight")
     return (
         type(weight) is nn.Parameter
         and weight.device.type == "cpu"

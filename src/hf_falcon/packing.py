@@ -25,8 +25,8 @@ class PackedLinear(nn.Linear):
     A linear layer whose weight is packed. A layer becomes one in place, by its class, and ceases to be one likewise:
     hooks and references to it stay as they are.
 
-    `weight` is then a [`PackedWeight`]. Where other modules share it (a tied LM head), `weight` stays as it was, and is
-    packed beside.
+    `weight` is then a [`PackedWeight`]. Where other modules share it (a tied LM head), `weight` stays as it was, and
+    is packed beside.
     """
 
     packed: OneDnnLayout | BlockLayout
