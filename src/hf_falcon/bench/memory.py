@@ -22,15 +22,16 @@ def drafter_bytes(drafter: FalconDraftModel, target: PreTrainedModel, context: i
 
     Args:
         drafter, target: the drafter and its target.
-        context (`int`): tokens of the context, 2 or more.
+        context (`int`): tokens of the context, 3 or more.
     """
     generator = FalconCandidateGenerator(drafter, target)
     width = drafter.config.hidden_size * (1 + len(drafter.config.feature_layers))
     # What the features say does not matter, only that rounds at this length have taken place.
     features = torch.zeros(1, context, width, dtype=target.dtype, device=target.device)
     token_ids = torch.zeros(1, context, dtype=torch.long, device=target.device)
-    generator.commit(features[:, :-1], token_ids[:, :-1])
-    generator.commit(features[:, -1:], token_ids[:, -1:])
+    # At most: all but the first token as if they were generated, since of a long prompt only the end is read.
+    for new in (slice(0, 1), slice(1, -1), slice(-1, None)):
+        generator.commit(features[:, new], token_ids[:, new])
     tree = generator.propose(token_ids[0, -1:], generator.max_depth)
     return _storage_bytes((generator, tree), besides=(target, features, token_ids))
 

@@ -293,7 +293,7 @@ def _add_drafting(
         found[name] = dict.fromkeys(fields) | {"scaled": scaled}
         if isinstance(drafter, FalconDraftModel):
             options = _options(drafter)
-            size = drafter_bytes(drafter, models.target, models.longest_context or 2)
+            size = drafter_bytes(drafter, models.target, max(models.longest_context or 0, 3))
             values = (options.num_assistant_tokens, options.num_draft_passes, size / 1e6, size / target_bytes)
             found[name] |= zip(fields, values)
     for row in rows:
