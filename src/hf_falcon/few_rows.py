@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-Products of a tree's few rows with a target's float32 weights as they lie: MKL would first copy all of a weight, which
-takes as long as the product. Packed weights are faster still, and somebody must pack them.
+Products of a tree's few rows with a target's float32 weights, block by block as they lie: of a whole weight MKL would
+first make a copy. Packed weights are faster still, but somebody has to pack them.
 """
 
 from __future__ import annotations
