@@ -2,7 +2,7 @@
 """
 What a round costs on this machine: the target's time for n nodes, and a draft pass's (Sequoia; DDTree).
 
-The curve of the target is measured once, in about a second, and kept on disk. How fast the machine is at the moment,
+The curve of the target is measured once, in a second or two, and kept on disk. How fast the machine is at the moment,
 and what drafting costs, follow from the rounds themselves.
 """
 
@@ -32,7 +32,7 @@ logger = logging.get_logger(__name__)
 
 # Draft nodes at which the target is timed; between them its time is interpolated.
 _SIZES = (0, 1, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127)
-_MEASURING_SECONDS = 1.5
+_MEASURING_SECONDS = 2.0
 _REPEATS = 4
 # Weight of a new round in a running mean.
 _NEW = 0.1
@@ -122,34 +122,36 @@ def measure(
     repeats: int = _REPEATS,
 ) -> dict[int, float]:
     """
-    Times the target's forward, for several numbers of nodes in turns.
+    Times the target's forward, for several numbers of nodes.
 
     Args:
         forward (`Callable[[int], None]`): runs the target over the root and that many draft nodes.
         max_nodes (`int`): draft nodes, at most.
         device (`torch.device`): where the target runs.
-        seconds (`float`, *optional*, defaults to 1.5): no further forward begins after this.
-        repeats (`int`, *optional*, defaults to 4): turns, at most.
+        seconds (`float`, *optional*, defaults to 2): no further forward begins after this.
+        repeats (`int`, *optional*, defaults to 4): times that a size is timed again, at most.
 
     Returns:
         `dict[int, float]`: the shortest time of each, in seconds: what else the machine does only adds to it.
     """
-    # The ends of the curve come first: where a forward takes long, there is time for no more.
+    # The ends of the curve come first: where a forward takes long, there is time for no more. After that each size
+    # gets the same time, so that small trees, which choices are mostly between, are timed most often.
     sizes = [0, max_nodes, *(size for size in _SIZES if 0 < size < max_nodes)]
     found: dict[int, float] = {}
+    spent, turns = dict.fromkeys(sizes, 0.0), dict.fromkeys(sizes, 0)
     start = time.perf_counter()
-    for turn in range(1 + repeats):
-        for size in sizes:
-            if len(found) > 1 and time.perf_counter() - start > seconds:
-                return dict(sorted(found.items()))
-            begin = time.perf_counter()
-            forward(size)
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            found[size] = min(found.get(size, float("inf")), time.perf_counter() - begin)
-        # The first turn warms up; where there is no time for a second one, it has to do.
-        if turn == 0 and 2 * (time.perf_counter() - start) <= seconds:
-            found = {}
+    while left := [size for size in sizes if turns[size] < 1 + repeats]:
+        if len(found) > 1 and time.perf_counter() - start > seconds:
+            break
+        size = min(left, key=spent.__getitem__)
+        begin = time.perf_counter()
+        forward(size)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        took = time.perf_counter() - begin
+        found[size] = min(found.get(size, math.inf), took)
+        spent[size] += took
+        turns[size] += 1
     return dict(sorted(found.items()))
 
 

@@ -66,9 +66,10 @@ def few_rows(model: nn.Module, linears: list[nn.Linear]) -> Iterator[None]:
     if not linears or torch.is_autocast_enabled("cpu"):
         yield
         return
+    before = _here.in_a_round
     _enter(model, linears)
-    before, _here.in_a_round = _here.in_a_round, True
     try:
+        _here.in_a_round = True
         yield
     finally:
         _here.in_a_round = before
