@@ -21,7 +21,7 @@ from .target import FeatureTap
 from .tree import DraftTree, DynamicRound, DynamicTree, StaticRound, StaticTree, static_paths
 from .verification import TokenSequence, verify
 
-# Newest positions of a prompt that the drafter reads: with these it accepts as much as with all of 1,000.
+# Newest positions of a prompt that the drafter reads: with these the shipped one accepts as much as with all of 1,000.
 _PROMPT_ROWS = 128
 # Rows of one drafter forward. Masks are rows * context, so what a long pause left costs no quadratic memory.
 _PREFILL_ROWS = 512
