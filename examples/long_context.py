@@ -11,12 +11,12 @@ counts, as what else the machine does only adds to it. Less than a minute on two
 import argparse
 import time
 from collections import defaultdict
-from contextlib import nullcontext
+from contextlib import ExitStack
 
 import torch
 from transformers import DynamicCache
 
-from hf_falcon import packed_weights
+from hf_falcon import compiled_rounds, packed_weights
 from hf_falcon.candidate_generator import FalconCandidateGenerator
 from hf_falcon.commands.models import load_drafter, load_target
 from hf_falcon.draft_options import DraftOptions
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3, help="draft passes of a round")
     parser.add_argument("--turns", type=int, default=20, help="times that everything is timed")
     parser.add_argument("--pack", action="store_true", help="pack the weights of both, for plain steps too")
+    parser.add_argument("--compile", action="store_true", help="compile the rounds, for trees of that size")
     parser.add_argument(
         "--cpu_time", action="store_true", help="this thread's time on the processor, for busy machines"
     )
@@ -46,7 +47,11 @@ def main() -> None:
     drafter.generation_config.num_assistant_tokens = arguments.nodes
     drafter.generation_config.num_draft_passes = arguments.passes
     clock = time.thread_time if arguments.cpu_time else time.perf_counter
-    with torch.no_grad(), packed_weights(target, drafter) if arguments.pack else nullcontext():
+    with torch.no_grad(), ExitStack() as stack:
+        if arguments.pack:
+            stack.enter_context(packed_weights(target, drafter))
+        if arguments.compile:
+            stack.enter_context(compiled_rounds(target, (1 + arguments.nodes,)))
         contexts = [Context(target, drafter, length) for length in arguments.lengths]
         for _ in range(arguments.turns):
             for context in contexts:

@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """The benchmark: its metrics on made-up traces, its runs on tiny models, killed and continued."""
 
+import functools
 import json
 import math
 from types import SimpleNamespace
@@ -9,10 +10,10 @@ import draft_fixtures
 import pytest
 import torch
 from tiny_models import SAME_EVERY_ROUND, prompt, tiny_drafter, tiny_target, tiny_tokenizer
-from transformers import GenerationMixin
+from transformers import CompileConfig, GenerationMixin
 
 from hf_falcon import FalconCandidateGenerator
-from hf_falcon.bench import methods, report, scaled
+from hf_falcon.bench import methods, report, runner, scaled
 from hf_falcon.bench.decision import DecisionModel, known
 from hf_falcon.bench.medusa import MedusaLikeConfig, MedusaLikeModel
 from hf_falcon.bench.memory import drafter_bytes, weight_bytes
@@ -23,6 +24,7 @@ from hf_falcon.bench.scaled import SHAPES, Shape, scaled_drafter, scaled_target
 from hf_falcon.bench.traces import TRACES_NAME, Trace, TraceFile
 from hf_falcon.borrowed_head import BorrowedHead
 from hf_falcon.commands import bench, train
+from hf_falcon.compiled_rounds import compiled_rounds_of
 from hf_falcon.costs import Costs
 from hf_falcon.draft_options import DraftOptions
 from hf_falcon.pace import AdaptivePace, experience_of
@@ -297,10 +299,31 @@ def test_packed_methods_decode_with_packed_weights(models, tmp_path, monkeypatch
         return generate(self, *args, **kwargs)
 
     monkeypatch.setattr(type(models.target), "generate", recorded)
-    runner = Benchmark(models.target, tiny_tokenizer(), found, SETTINGS, repeats=1)
-    runner.run({"one": [["abc"]]}, TraceFile(tmp_path, {}))
+    benchmark = Benchmark(models.target, tiny_tokenizer(), found, SETTINGS, repeats=1)
+    benchmark.run({"one": [["abc"]]}, TraceFile(tmp_path, {}))
     assert packed == [(False, False)] * 4 + [(True, False)] * 2 + [(True, True)] * 2
     assert not is_packed(models.target) and not is_packed(models.drafters["falcon"])
+
+
+def test_compiled_methods_decode_with_compiled_rounds(models, tmp_path, monkeypatch):
+    """And leave the others theirs."""
+    names = ["plain", "falcon", "falcon_packed", "falcon_compiled", "falcon_packed_compiled"]
+    found, _ = methods.resolve(names, models)
+    seen, generate = [], type(models.target).generate
+
+    def recorded(self, *args, **kwargs):
+        seen.append((is_packed(self), compiled_rounds_of(self) is not None))
+        return generate(self, *args, **kwargs)
+
+    as_it_is = functools.partial(runner.compiled_rounds, compile_config=CompileConfig(backend="eager", mode=None))
+    monkeypatch.setattr(runner, "compiled_rounds", as_it_is)
+    monkeypatch.setattr(type(models.target), "generate", recorded)
+    file = TraceFile(tmp_path, {})
+    Benchmark(models.target, tiny_tokenizer(), found, SETTINGS, repeats=1).run({"one": [["abc"]]}, file)
+    ways = [(False, False), (False, False), (True, False), (False, True), (True, True)]
+    assert seen == [way for way in ways for _ in range(2)]
+    assert len({tuple(each.tokens) for each in file.traces.values()}) == 1
+    assert compiled_rounds_of(models.target) is None
 
 
 def test_methods_take_turns_in_going_first(models, tmp_path):

@@ -3,6 +3,7 @@
 
 import argparse
 import ast
+import copy
 import dataclasses
 import itertools
 import json
@@ -246,12 +247,21 @@ def training_packed(saved, tmp_path, warnings_given):
         linear(torch.ones(1, 4, requires_grad=True))
 
 
+def without_a_compiler(saved, tmp_path, warnings_given):
+    def missing(graph, inputs):
+        raise OSError("no g++")
+
+    target = copy.deepcopy(tiny_target("llama"))
+    hf_falcon.compile_rounds(target, (4,), transformers.CompileConfig(backend=missing, mode=None))
+
+
 def alone(saved, tmp_path, warnings_given):
     tiny_drafter(tiny_target("llama")).generate(prompt(5))
 
 
 MISTAKES = [of_another_architecture, of_other_weights, of_another_width, with_another_config, with_damaged_weights]
-MISTAKES += [without_trust, of_a_newer_format, without_the_demo_target, with_an_adapter, training_packed, alone]
+MISTAKES += [without_trust, of_a_newer_format, without_the_demo_target, with_an_adapter, without_a_compiler]
+MISTAKES += [training_packed, alone]
 
 
 def messages() -> list[str]:

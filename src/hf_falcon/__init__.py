@@ -4,6 +4,7 @@
 from transformers import AutoConfig, AutoModel
 
 from .candidate_generator import FalconCandidateGenerator
+from .compiling import compile_rounds, compiled_rounds, uncompile_rounds
 from .configuration_falcon_draft import FalconDraftConfig
 from .draft_options import DraftOptions
 from .hook import disable, enable, install
@@ -25,11 +26,14 @@ __all__ = [
     "FalconDraftModel",
     "FalconGenerateOutput",
     "StaticTree",
+    "compile_rounds",
+    "compiled_rounds",
     "disable",
     "enable",
     "pack_weights",
     "packed_weights",
     "static_paths",
+    "uncompile_rounds",
     "unpack_weights",
 ]
 

@@ -25,6 +25,7 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
+from .compiled_rounds import compiled_sizes
 from .configuration_falcon_draft import weights_fingerprint
 from .packing import is_packed
 
@@ -115,7 +116,7 @@ def _interpolate(nodes: int, sizes: Sequence[int], known: Sequence[float]) -> fl
 
 
 def measure(
-    forward: Callable[[int], None],
+    forward: Callable[[int], object],
     max_nodes: int,
     device: torch.device,
     seconds: float = _MEASURING_SECONDS,
@@ -161,7 +162,7 @@ def cache_folder() -> Path:
     return Path(given) if given else Path(constants.HF_HOME) / "hf_falcon"
 
 
-def holds(seconds: dict[int, float], forward: Callable[[int], None], device: torch.device, repeats: int = 2) -> bool:
+def holds(seconds: dict[int, float], forward: Callable[[int], object], device: torch.device, repeats: int = 2) -> bool:
     """
     Whether times that were kept are still those of this machine: they may come from a moment when it was busy.
 
@@ -196,6 +197,7 @@ class Circumstances(NamedTuple):
     device: str
     threads: int
     packed: bool
+    compiled: tuple[int, ...]
 
     @classmethod
     def of(cls, target: PreTrainedModel, context: int, max_nodes: int, rows: int = 1) -> Circumstances:
@@ -210,6 +212,7 @@ class Circumstances(NamedTuple):
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             threads=torch.get_num_threads(),
             packed=is_packed(target),
+            compiled=compiled_sizes(target) if rows == 1 else (),
         )
 
 

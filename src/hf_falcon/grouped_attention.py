@@ -49,6 +49,19 @@ def grouped_attention(masks: Iterable[Tensor]) -> Iterator[None]:
         _uninstall()
 
 
+def form_ahead(mask: Tensor, group: int) -> Tensor | None:
+    """The form of a mask for groups of `group` heads, made before a layer asks for it; `None` for other masks."""
+    forms = getattr(mask, _FORMS, None)
+    if forms is None or group == 1:
+        return None
+    return forms.setdefault(group, form_of(mask, group))
+
+
+def form_of(mask: Tensor, group: int) -> Tensor:
+    """The form that all layers of a kind share, of shape `(batch, 1, group * rows, slots)`."""
+    return mask.repeat(1, 1, group, 1)
+
+
 def _install() -> None:
     global _users
     with _lock:
@@ -87,18 +100,19 @@ def grouped_sdpa(
     Returns:
         `torch.Tensor` of shape `(batch, rows, heads, head_dim)`, and `None` in the place of attention weights.
     """
-    forms = getattr(attention_mask, _FORMS, None)
+    forms: dict[int, Tensor] | None = getattr(attention_mask, _FORMS, None)
     batch, heads, rows, _ = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
     beyond = dropout > 0.0 or any(kwargs.get(name) is not None for name in _OTHER_ARGUMENTS)
-    if attention_mask is None or forms is None or group == 1 or beyond or torch.compiler.is_compiling():
+    # While a forward is compiled nothing can be put aside for other layers: what they need is there before.
+    is_missing = forms is not None and group not in forms and torch.compiler.is_compiling()
+    if attention_mask is None or forms is None or is_missing or group == 1 or beyond:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     if group not in forms:
-        # All layers of a kind share it.
-        forms[group] = attention_mask.repeat(1, 1, group, 1)
+        forms[group] = form_of(attention_mask, group)
     queries = query.reshape(batch, kv_heads, group * rows, -1)
     mixed = F.scaled_dot_product_attention(queries, key, value, attn_mask=forms[group], scale=scaling)
     return mixed.reshape(batch, heads, rows, -1).transpose(1, 2).contiguous(), None

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import itertools
+import weakref
 from typing import Any
 
 import torch
@@ -18,6 +20,12 @@ _ROWS = 8
 _BLOCKS = (48, 32)
 
 
+# An attribute of weights that were laid out.
+_NUMBER = "_hf_falcon_number"
+_numbers = itertools.count()
+_layouts: weakref.WeakValueDictionary[int, OneDnnLayout] = weakref.WeakValueDictionary()
+
+
 class OneDnnLayout:
     """
     oneDNN's own layout, as `torch.compile` with freezing has it made.
@@ -27,10 +35,19 @@ class OneDnnLayout:
     """
 
     def __init__(self, weight: Tensor):
-        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS)
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
+        self._out_features = weight.shape[0]
+        # The weight keeps its number, so that code which was compiled for it still fits when it is packed again.
+        if not hasattr(weight, _NUMBER):
+            setattr(weight, _NUMBER, next(_numbers))
+        self._number: int = getattr(weight, _NUMBER)
+        _layouts[self._number] = self
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """`torch.nn.functional.linear(input, weight, bias)`."""
+        if torch.compiler.is_compiling():
+            # Compilers take no tensor of oneDNN's: compiled code finds it by number.
+            return _operators.product(input, bias, self._number, self._out_features)
         return torch.ops.mkldnn._linear_pointwise(input, self._weight, bias, "none", [], "")
 
     def to_dense(self) -> Tensor:
@@ -50,7 +67,7 @@ class BlockLayout:
     def __init__(self, weight: Tensor):
         self._out_features = weight.shape[0]
         width = next((width for width in _BLOCKS if self._out_features % width == 0), _BLOCKS[-1])
-        filled = F.pad(weight, (0, 0, 0, -self._out_features % width))
+        filled = F.pad(weight.detach(), (0, 0, 0, -self._out_features % width))
         self._blocks = filled.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -63,6 +80,23 @@ class BlockLayout:
     def to_dense(self) -> Tensor:
         """The weight, to the bit."""
         return self._blocks.transpose(1, 2).flatten(0, 1)[: self._out_features].contiguous()
+
+
+def _product(input: Tensor, bias: Tensor | None, number: int, out_features: int) -> Tensor:
+    return _layouts[number].product(input, bias)
+
+
+def _shape_of_product(input: Tensor, bias: Tensor | None, number: int, out_features: int) -> Tensor:
+    return input.new_empty(*input.shape[:-1], out_features)
+
+
+# Of this module alone: a drafter's own code from the Hub may be loaded beside the package's.
+_namespace = __name__.replace(".", "_")
+_library = torch.library.Library(_namespace, "DEF")
+_library.define("product(Tensor input, Tensor? bias, int number, int out_features) -> Tensor")
+_library.impl("product", _product, "CPU")
+torch.library.register_fake(f"{_namespace}::product", _shape_of_product, lib=_library)
+_operators = getattr(torch.ops, _namespace)
 
 
 def product_of_blocks(input: Tensor, blocks: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ class PackedLinear(nn.Linear):
                 "Packed weights give no gradient: call the model under `torch.no_grad()`, as `generate` does, or call "
                 "`hf_falcon.unpack_weights(model)` first."
             )
-        if input.dtype != self.weight.dtype:
+        if input.dtype != self.unpacked_parameter.dtype:
             # Autocast, or a mistake: as the ordinary layer has it.
             return F.linear(input, self.packed.to_dense(), self.bias)
         return self.packed.product(input, self.bias)
@@ -48,7 +48,7 @@ class PackedLinear(nn.Linear):
     def pack(cls, linear: nn.Linear, keep_dense: bool) -> None:
         """Packs a linear layer's weight; `keep_dense` leaves the weight itself where it is."""
         weight = linear.weight
-        packed = layout_of(weight.detach())
+        packed = layout_of(weight)
         # Not by attribute assignment, which would register the parameter under a second name.
         vars(linear).update(packed=packed, unpacked_parameter=weight)
         linear.__class__ = cls

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from .compiled_rounds import CompiledRounds, compiled_rounds_of
 from .few_rows import few_rows, linears_of
 from .grouped_attention import grouped_attention
 from .growing_cache import give_back, grow_in_place
@@ -75,7 +77,7 @@ def why_no_tree(
         return "the target uses ALiBi positions, which cannot follow a tree"
     if model.device.type == "meta":
         return "the target's embedding is offloaded, so that its device cannot be told"
-    if any(_is_compiled(module) for module in (model, _decoder_of(model))):
+    if any(_is_compiled(module) for module in (model, decoder_of(model))):
         return "the target is compiled by `torch.compile`, and so keeps its features to itself"
     if any(isinstance(module, torch.ao.nn.quantized.dynamic.Linear) for module in model.modules()):
         return (
@@ -171,7 +173,7 @@ class FeatureTap:
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] = ()):
-        self._decoder = _decoder_of(model)
+        self._decoder = decoder_of(model)
         self._layers = _decoder_layers(model, layers)
         self._thread = threading.get_ident()
         self._outputs: list[Tensor] = []
@@ -211,7 +213,7 @@ class FeatureTap:
             self._outputs.append(output[0] if isinstance(output, tuple) else output)
 
 
-def _decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     """The part of a causal language model whose output its LM head reads."""
     # OPT's language model calls the decoder inside its base model directly; ModernBERT's `decoder` is its LM head.
     decoder = model.get_decoder()
@@ -228,7 +230,7 @@ def _decoder_layers(model: PreTrainedModel, wanted: Sequence[int]) -> list[nn.Mo
         `ValueError`: if the model has no such layer.
     """
     count = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = [each for each in _decoder_of(model).children() if isinstance(each, nn.ModuleList) and len(each) == count]
+    lists = [each for each in decoder_of(model).children() if isinstance(each, nn.ModuleList) and len(each) == count]
     if wanted and (not lists or max(wanted) >= count):
         raise ValueError(
             f"`feature_layers` is {list(wanted)}, but {type(model).__name__} has {count if lists else 'no'} decoder "
@@ -274,6 +276,9 @@ class TargetRun:
         self._position_shift = 0
         self.layer_outputs = LayerOutputs(generation_config)
         self._outputs: Any = None
+        # What single layers give does not come out of a compiled decoder.
+        looks_inside = bool(feature_layers or self.layer_outputs.arguments)
+        self.compiled: CompiledRounds | None = None if looks_inside else compiled_rounds_of(model)
         # Tokens in the cache that stay there, whatever happens to a round.
         self._kept: int | None = None
 
@@ -341,9 +346,17 @@ class TargetRun:
         return self._forward(tree)
 
     def _forward(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
-        start = self.length
+        start, nodes = self.length, len(tree)
+        compiled = None
+        if self.compiled is not None and (size := self.compiled.size_for(nodes)) is not None:
+            compiled, tree = self.compiled, tree.filled(size)
         masks = {kind: self._mask(kind, tree, start) for kind in self._kinds}
-        with self._tap as tap, grouped_attention(masks.values()), few_rows(self.model, self._linears):
+        with ExitStack() as stack:
+            tap = stack.enter_context(self._tap)
+            stack.enter_context(grouped_attention(masks.values()))
+            stack.enter_context(few_rows(self.model, self._linears))
+            if compiled is not None:
+                stack.enter_context(compiled.round(self.cache, masks.values()))
             outputs = self._outputs = self.model(
                 input_ids=tree.token_ids[None],
                 attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],
@@ -353,7 +366,9 @@ class TargetRun:
                 return_dict=True,
                 **self.layer_outputs.arguments,
             )
-        return outputs.logits[0], tap.take()
+        if nodes < len(tree):
+            self.cache.crop(nodes - len(tree))
+        return outputs.logits[0, :nodes], tap.take()[:, :nodes]
 
     def keep(self, path: Tensor, nodes: int) -> None:
         """
@@ -389,10 +404,16 @@ class TargetRun:
             kinds = getattr(self._config, "layer_types", None) or self._kinds * self._config.num_hidden_layers
             self.layer_outputs.add_path(outputs, path, [kept[kind] for kind in kinds])
 
-    def rehearse(self, nodes: int) -> None:
-        """Scores the root and `nodes` draft nodes of no meaning, and forgets them: for timing."""
-        self._forward(star(nodes, self.model.device))
+    def rehearse(self, nodes: int) -> Tensor:
+        """
+        Scores the root and `nodes` draft nodes of no meaning, and forgets them: for timing.
+
+        Returns:
+            `torch.Tensor` of shape `(1 + nodes, vocab_size)`: their logits.
+        """
+        logits, _ = self._forward(star(nodes, self.model.device))
         self.cache.crop(-(nodes + 1))
+        return logits
 
     def finish(self) -> Cache:
         """The cache as plain decoding would leave it: a next turn may start from it, with or without a drafter."""

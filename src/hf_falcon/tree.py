@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Path = tuple[int, ...]
@@ -46,6 +47,15 @@ class DraftTree:
 
     def __len__(self) -> int:
         return self.token_ids.shape[0]
+
+    def filled(self, nodes: int) -> DraftTree:
+        """The tree with as many nodes behind its own as make `nodes`: they see the root and themselves alone."""
+        more = nodes - len(self)
+        visible = F.pad(self.visible, (0, more, 0, more))
+        visible[:, 0] = True
+        visible.fill_diagonal_(True)
+        token_ids, parents = F.pad(self.token_ids, (0, more)), F.pad(self.parents, (0, more))
+        return DraftTree(token_ids, parents, F.pad(self.depths, (0, more), value=1), visible)
 
 
 @dataclass

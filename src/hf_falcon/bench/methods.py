@@ -137,9 +137,12 @@ METHODS: dict[str, Callable[[Models], dict[str, Any]]] = {
     "falcon_multi_root": partial(_fixed_tree, verification="multi_root"),
     "plain_packed": lambda models: {},
     "falcon_packed": _drafter,
+    "falcon_compiled": _drafter,
+    "falcon_packed_compiled": _drafter,
 }
-# Methods that decode with packed weights.
-PACKED = ("plain_packed", "falcon_packed")
+# Methods that decode with packed weights, and with compiled rounds.
+PACKED = ("plain_packed", "falcon_packed", "falcon_packed_compiled")
+COMPILED = ("falcon_compiled", "falcon_packed_compiled")
 # Methods whose samples are others than plain decoding's under the same seed.
 OTHER_SAMPLES = (
     "prompt_lookup",

@@ -8,7 +8,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -16,9 +16,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from ..compiling import compiled_rounds
 from ..packing import packed_weights
 from .divergence import parting
-from .methods import PACKED
+from .methods import COMPILED, PACKED
 from .metrics import PLAIN
 from .traces import Trace, TraceFile
 
@@ -93,7 +94,7 @@ class Benchmark:
         if self._target.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._target.device)
         seconds = []
-        with self._weights_of(method):
+        with self._models_of(method):
             if method not in self._warm:
                 # Kernels are chosen and caches filled by a first call; nobody's time should have that in it.
                 self._generate(method, inputs)
@@ -114,12 +115,16 @@ class Benchmark:
             peak_memory_mb=peak_memory_mb(self._target.device),
         )
 
-    def _weights_of(self, method: str) -> AbstractContextManager[None]:
-        """Weights as a method wants them, while it runs."""
-        if method not in PACKED:
-            return nullcontext()
-        drafter = self._methods[method].get("assistant_model")
-        return packed_weights(self._target, *([drafter] if drafter is not None else []))
+    @contextmanager
+    def _models_of(self, method: str) -> Iterator[None]:
+        """The models as a method wants them, while it runs."""
+        with ExitStack() as stack:
+            if method in PACKED:
+                drafter = self._methods[method].get("assistant_model")
+                stack.enter_context(packed_weights(self._target, *([drafter] if drafter is not None else [])))
+            if method in COMPILED:
+                stack.enter_context(compiled_rounds(self._target))
+            yield
 
     def _generate(self, method: str, inputs: dict[str, Tensor]) -> Any:
         set_seed(_SEED)

@@ -1,0 +1,189 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+The target's decoder, compiled for trees of a few sizes: of what a forward of a few tokens takes, much is the
+interpreter and small operations.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, CompileConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+
+from .grouped_attention import form_ahead
+
+
+class TreeRows(DynamicLayer):
+    """
+    What a compiled forward has as a layer of its cache: all rows, of which it writes those of the tree.
+
+    Args:
+        keys, values (`torch.Tensor` of shape `(1, heads, rows, head_dim)`): the rows; the tree's are the last.
+        nodes (`int`): how many these are.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, nodes: int):
+        super().__init__()
+        self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
+        self.keys, self.values, self._nodes = keys, values, nodes
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Writes `key_states` and `value_states` of shape `(1, heads, nodes, head_dim)`; returns all rows."""
+        self.keys[..., -self._nodes :, :] = key_states
+        self.values[..., -self._nodes :, :] = value_states
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Rows before the tree's."""
+        return self.keys.shape[-2] - self._nodes
+
+
+class _Here(threading.local):
+    """The round that this thread is in: its cache, and the nodes of its tree."""
+
+    cache: Cache | None = None
+    nodes: int = 0
+
+
+class CompiledRounds:
+    """
+    A target's decoder, compiled for trees of a few sizes. It runs in rounds alone, of any thread; to all others the
+    decoder is as it was.
+
+    Args:
+        decoder ([`PreTrainedModel`]): the part of the target whose output its LM head reads.
+        compile_config ([`CompileConfig`]): backend, mode and options for `torch.compile`.
+    """
+
+    def __init__(self, decoder: PreTrainedModel, compile_config: CompileConfig):
+        # Tokens of a tree, the root among them, that it is used for, in ascending order; smaller trees are filled up.
+        self.sizes: list[int] = []
+        # Whether it is faster than the decoder itself, of each size that was tried.
+        self.is_faster: dict[int, bool] = {}
+        self._decoder, self._plain = decoder, decoder.forward
+        self._arguments = compile_config.to_dict() | {"fullgraph": True, "dynamic": False}
+        # One graph a size; kernels for any number of rows are slower.
+        self._compiled: dict[int, Callable[..., Any]] = {}
+        config = decoder.config.get_text_config(decoder=True)
+        heads = config.num_attention_heads
+        self._group = heads // (getattr(config, "num_key_value_heads", None) or heads)
+        self._here = _Here()
+        self._lock = threading.Lock()
+        self._users = 0
+
+    def size_for(self, nodes: int) -> int | None:
+        """The size that a tree of `nodes` nodes is to be filled up to, or `None` where it is to run as it is."""
+        return next((size for size in self.sizes if size >= nodes), None)
+
+    @contextmanager
+    def round(self, cache: Cache, masks: Iterable[Tensor]) -> Iterator[None]:
+        """
+        Inside, this thread's forward of a tree runs compiled.
+
+        Args:
+            cache ([`Cache`]): the target's, with rows in it.
+            masks (iterable of `torch.Tensor` of shape `(1, 1, nodes, slots)`): the masks that the forward gets.
+        """
+        here = self._here
+        here.cache = cache
+        for mask in masks:
+            here.nodes = mask.shape[2]
+            # Lengths alone change from round to round.
+            for form in (mask, form_ahead(mask, self._group)):
+                if form is not None:
+                    torch._dynamo.maybe_mark_dynamic(form, 3)
+        self._enter()
+        try:
+            yield
+        finally:
+            here.cache = None
+            self._leave()
+
+    @contextmanager
+    def compiling(self, size: int) -> Iterator[None]:
+        """Inside, a forward of `size` tokens is compiled; elsewhere nothing is."""
+        compiled = torch.compile(_with_its_own_code(self._plain), **self._arguments)
+        self._compiled[size] = compiled
+        try:
+            yield
+        finally:
+            # Where a round differs from what was compiled for it runs uncompiled.
+            self._compiled[size] = torch._dynamo.run(compiled)
+
+    def _enter(self) -> None:
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._decoder.forward = self._forward
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users == 0:
+                del self._decoder.forward
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        cache, nodes = self._here.cache, self._here.nodes
+        given = kwargs.pop("past_key_values", None)
+        if cache is None or given is not cache:
+            # Another thread's, or a forward that is none of a tree.
+            return self._plain(*args, past_key_values=given, **kwargs)
+        rows = Cache(layers=[TreeRows(*_room(layer, nodes), nodes) for layer in given.layers])
+        outputs = self._compiled[nodes](*args, past_key_values=rows, **kwargs)
+        outputs.past_key_values = given
+        return outputs
+
+    @property
+    def are_exact(self) -> bool:
+        """Whether no part of the decoder has hooks or another forward, which compiled code would pass over."""
+        inner = itertools.chain.from_iterable(part.modules() for part in self._decoder.children())
+        own = vars(self._decoder).get("forward", self._forward) == self._forward
+        return own and not any(
+            module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in inner
+        )
+
+
+def _with_its_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """
+    A function that `torch.compile` compiles apart from others: it keeps what it compiled with the code, of which it
+    takes a few versions only, and all models of transformers have the outermost code of their forwards in common.
+    """
+
+    def tree_forward(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    tree_forward.__code__ = tree_forward.__code__.replace()
+    return tree_forward
+
+
+def _room(layer: DynamicLayer, nodes: int) -> tuple[Tensor, Tensor]:
+    """The rows that a layer of a cache attends to, with room at their end for those of `nodes` nodes."""
+    empty = (states.new_empty(*states.shape[:-2], nodes, states.shape[-1]) for states in (layer.keys, layer.values))
+    rows = layer.update(*empty)
+    for states in rows:
+        torch._dynamo.maybe_mark_dynamic(states, 2)
+    return rows
+
+
+# Those of targets that `compile_rounds` was called for.
+compiled: weakref.WeakKeyDictionary[PreTrainedModel, CompiledRounds] = weakref.WeakKeyDictionary()
+
+
+def compiled_rounds_of(model: PreTrainedModel) -> CompiledRounds | None:
+    """Those of a target, where it has any and nothing stands in their way."""
+    rounds = compiled.get(model)
+    return rounds if rounds is not None and rounds.are_exact else None
+
+
+def compiled_sizes(model: PreTrainedModel) -> tuple[int, ...]:
+    """The sizes of a target's compiled rounds; see [`CompiledRounds`]."""
+    rounds = compiled_rounds_of(model)
+    return () if rounds is None else tuple(rounds.sizes)

@@ -1,0 +1,167 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Compiling a target's rounds ahead of time: which sizes, whether it pays, and whether values stay the same."""
+
+from __future__ import annotations
+
+import math
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from transformers import CompileConfig, DynamicCache, PreTrainedModel
+from transformers.utils import logging
+
+from .compiled_rounds import CompiledRounds, compiled
+from .packing import is_packed
+from .target import TargetRun, decoder_of, why_no_tree
+
+logger = logging.get_logger(__name__)
+
+# Plain steps, trees as float32 likes them and as bfloat16 does.
+SIZES = (1, 8, 16)
+_LARGEST = 4096
+# Tokens of context that sizes are compiled at, and that they are compared at with what is not compiled.
+_CONTEXTS = (40, 90)
+_TURNS = 5
+# Greatest difference of logits, over their greatest value, that rounding explains.
+_ROUNDING = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+# All that was compiled for a target, by what it was compiled for.
+_made: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], CompiledRounds]]
+_made = weakref.WeakKeyDictionary()
+
+
+@torch.no_grad()
+def compile_rounds(
+    target: PreTrainedModel, sizes: Sequence[int] = SIZES, compile_config: CompileConfig | None = None
+) -> list[int]:
+    """
+    Compiles a target's forward for trees of a few sizes, by `torch.compile`, until [`uncompile_rounds`]. What
+    `generate` does with a drafter then runs compiled where that is faster; all else runs as ever. It takes a minute a
+    size, and a quarter of that where `torch.compile` finds in its cache on disk what an earlier process compiled.
+    Pack weights before, not afterwards. Float32 outputs differ by rounding.
+
+    Args:
+        target ([`PreTrainedModel`]): the target, in evaluation mode.
+        sizes (sequence of `int`, *optional*, defaults to `(1, 8, 16)`): tokens of a tree, its root among them. Smaller
+            trees are filled up to one of these, larger ones run uncompiled.
+        compile_config ([`CompileConfig`], *optional*): backend, mode and options for `torch.compile`; `fullgraph` and
+            `dynamic` are given.
+
+    Returns:
+        `list[int]`: the sizes for which compiled forwards are faster, and are used.
+
+    Raises:
+        `ValueError`: for sizes that are none, and for a target whose forward cannot be compiled, with the reason.
+        `RuntimeError`: if `torch.compile` fails, for want of a C++ compiler for example. All is as before then.
+    """
+    sizes = sorted({*sizes})
+    if not sizes or not all(type(size) is int and 1 <= size <= _LARGEST for size in sizes):
+        raise ValueError(f"`sizes` is {sizes!r}: give some integers of at least 1 and at most {_LARGEST}.")
+    uncompile_rounds(target)
+    config = compile_config or CompileConfig(mode="default")
+    # Whoever packs weights and compiles around every call compiles in the first one only.
+    state = is_packed(target), target.dtype, target.device, repr(config)
+    made = _made.setdefault(target, {})
+    rounds = made.setdefault(state, CompiledRounds(decoder_of(target), config))
+    if not rounds.are_exact:
+        raise ValueError(
+            f"The rounds of {type(target).__name__} cannot be compiled: its layers have hooks, or another forward, as "
+            "adapters and `accelerate` give them. Remove these first."
+        )
+    if missing := [size for size in sizes if size not in rounds.is_faster]:
+        runs = [_run(target, length) for length in _CONTEXTS]
+        for size in logging.tqdm(missing, desc="Compiling rounds"):
+            rounds.is_faster[size] = _is_faster(rounds, runs, size)
+    rounds.sizes = [size for size in sizes if rounds.is_faster[size]]
+    if not rounds.sizes:
+        logger.warning_once(f"Compiled rounds of {sizes} tokens are not faster than others here: none are used.")
+    compiled[target] = rounds
+    return list(rounds.sizes)
+
+
+def uncompile_rounds(target: PreTrainedModel) -> None:
+    """
+    Undoes [`compile_rounds`]. Does nothing to other models.
+
+    Args:
+        target ([`PreTrainedModel`]): see [`compile_rounds`].
+    """
+    compiled.pop(target, None)
+
+
+@contextmanager
+def compiled_rounds(
+    target: PreTrainedModel, sizes: Sequence[int] = SIZES, compile_config: CompileConfig | None = None
+) -> Iterator[list[int]]:
+    """
+    Compiles a target's rounds as [`compile_rounds`] does, inside a `with` statement:
+
+    ```python
+    with hf_falcon.packed_weights(target, drafter), hf_falcon.compiled_rounds(target):
+        target.generate(**inputs, assistant_model=drafter)
+    ```
+
+    Args:
+        target, sizes, compile_config: see [`compile_rounds`].
+
+    Returns:
+        A context manager; what it gives is what [`compile_rounds`] returns.
+    """
+    try:
+        yield compile_rounds(target, sizes, compile_config)
+    finally:
+        uncompile_rounds(target)
+
+
+def _run(target: PreTrainedModel, length: int) -> TargetRun:
+    """A target behind `length` tokens."""
+    name, vocab_size = type(target).__name__, target.config.get_text_config(decoder=True).vocab_size
+    input_ids = torch.arange(length, device=target.device)[None] % vocab_size
+    kwargs = {"past_key_values": DynamicCache(config=target.config), "attention_mask": torch.ones_like(input_ids)}
+    reason = "it is in training mode (call `eval()` on it first)" if target.training else None
+    reason = reason or why_no_tree(target, input_ids, target.generation_config, kwargs)
+    if reason is not None:
+        raise ValueError(f"The rounds of {name} cannot be compiled: {reason}.")
+    run = TargetRun(target, input_ids, target.generation_config, kwargs)
+    run.prefill(input_ids)
+    return run
+
+
+def _is_faster(rounds: CompiledRounds, runs: list[TargetRun], size: int) -> bool:
+    """Compiles a size, and compares compiled forwards with others: their values, and how long they take."""
+    rounds.sizes = [size]
+    try:
+        with rounds.compiling(size):
+            _logits(runs[0], size, rounds)
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RuntimeError(
+            f"`torch.compile` could not compile rounds of {size} tokens: generate without `compile_rounds`, or see "
+            f"what it says: {type(error).__name__}: {reason}"
+        ) from error
+    for run in runs:
+        expected = _logits(run, size, None)
+        change = (_logits(run, size, rounds) - expected).abs().max() / expected.abs().max()
+        if not change < _ROUNDING[expected.dtype]:
+            raise RuntimeError(
+                f"Compiled rounds of {size} tokens give other values (logits change by {change:.1e} of the greatest): "
+                "generate without `compile_rounds`."
+            )
+    took: dict[CompiledRounds | None, float] = {}
+    for _ in range(_TURNS):
+        for way in (None, rounds):
+            start = time.perf_counter()
+            _logits(runs[-1], size, way)
+            if expected.device.type == "cuda":
+                torch.cuda.synchronize(expected.device)
+            took[way] = min(took.get(way, math.inf), time.perf_counter() - start)
+    return took[rounds] < took[None]
+
+
+def _logits(run: TargetRun, size: int, rounds: CompiledRounds | None) -> Tensor:
+    """Those of a tree of `size` tokens, compiled or not."""
+    run.compiled = rounds
+    return run.rehearse(size - 1)
