@@ -72,6 +72,17 @@ def test_interpolates():
     assert Costs({0: 2.0, 1: 1.0, 2: 3.0}).target(2) == [1.0, 1.0, 1.5]
 
 
+def test_filled_trees_cost_what_the_full_one_does():
+    seconds = {0: 1.0, 1: 1.4, 3: 1.3, 7: 1.5, 11: 2.5, 15: 2.2, 23: 4.0}
+    found = costs.in_steps(seconds, (1, 8, 16))
+    expected = {0: 1.0} | dict.fromkeys(range(1, 8), 1.3) | dict.fromkeys(range(8, 16), 2.2) | {23: 4.0}
+    assert found == expected
+    assert costs.in_steps(seconds, ()) == seconds
+    # Of a size that no measured tree is filled up to nothing is known.
+    assert costs.in_steps({0: 1.0, 3: 2.0}, (4, 6)) == dict.fromkeys(range(4), 1.0)
+    assert Costs(found).target(16) == pytest.approx([1.0, *[1.3] * 7, *[2.2] * 8, 2.2 + 1.8 / 8])
+
+
 def test_follows_the_machine():
     """Twice as slow a machine, and drafting with it: the pass costs what it did, in plain steps."""
     found = Costs({0: 1.0, 8: 1.5})

@@ -10,7 +10,7 @@ from oracle import FreeDrafting, use_oracle
 from tiny_models import prompt, tiny_drafter, tiny_target
 
 from hf_falcon import FalconCandidateGenerator
-from hf_falcon.costs import Costs
+from hf_falcon.costs import Circumstances, Costs
 from hf_falcon.draft_options import DraftOptions
 from hf_falcon.pace import AdaptivePace, Experience, RoundTime, experience_of
 from hf_falcon.retrieval import Continuation
@@ -195,6 +195,20 @@ def test_a_path_joins_the_tree():
         small = paths_of(tree_round.finish(root, lambda best: min(3, len(best))))
         assert all(nodes[:-1] in small for nodes in small if nodes)
     assert shared > 50
+
+
+def test_other_circumstances_share_probabilities_and_nothing_else():
+    usual = Circumstances.of(tiny_target("llama"), 100, 8)
+    experience = Experience()
+    assert experience.under(usual) is experience
+    for other in ({"rows": 2}, {"packed": True}, {"compiled": (1, 8)}, {"packed": True, "compiled": (1, 8)}):
+        found = experience.under(usual._replace(**other))
+        assert found is not experience and found is experience.under(usual._replace(context=8192, **other))
+        found.depth(1).observe(1.0)
+        found.rate = 5.0
+        assert experience.depths is found.depths and experience.matches is found.matches
+        assert found.continued is experience.continued
+    assert experience.rate == Experience().rate
 
 
 @pytest.mark.parametrize("block_size", [1, 2])

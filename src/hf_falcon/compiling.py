@@ -20,8 +20,8 @@ from .target import TargetRun, decoder_of, why_no_tree
 
 logger = logging.get_logger(__name__)
 
-# Plain steps, trees as float32 likes them and as bfloat16 does.
-SIZES = (1, 8, 16)
+# Plain steps, trees as float32 likes them, as bfloat16 does, and long continuations from the context.
+SIZES = (1, 8, 16, 32)
 _LARGEST = 4096
 # Tokens of context that sizes are compiled at, and that they are compared at with what is not compiled.
 _CONTEXTS = (40, 90)
@@ -39,14 +39,14 @@ def compile_rounds(
 ) -> list[int]:
     """
     Compiles a target's forward for trees of a few sizes, by `torch.compile`, until [`uncompile_rounds`]. What
-    `generate` does with a drafter then runs compiled where that is faster; all else runs as ever. It takes a minute a
-    size, and a quarter of that where `torch.compile` finds in its cache on disk what an earlier process compiled.
-    Pack weights before, not afterwards. Float32 outputs differ by rounding.
+    `generate` does with a drafter then runs compiled where that is faster; all else runs as ever. It takes half a
+    minute to a minute a size, and less where `torch.compile` finds in its cache on disk what an earlier process
+    compiled. Pack weights before, not afterwards. Outputs differ by rounding.
 
     Args:
         target ([`PreTrainedModel`]): the target, in evaluation mode.
-        sizes (sequence of `int`, *optional*, defaults to `(1, 8, 16)`): tokens of a tree, its root among them. Smaller
-            trees are filled up to one of these, larger ones run uncompiled.
+        sizes (sequence of `int`, *optional*, defaults to `(1, 8, 16, 32)`): tokens of a tree, its root among them.
+            Smaller trees are filled up to one of these, larger ones run uncompiled.
         compile_config ([`CompileConfig`], *optional*): backend, mode and options for `torch.compile`; `fullgraph` and
             `dynamic` are given.
 

@@ -156,6 +156,23 @@ def measure(
     return dict(sorted(found.items()))
 
 
+def in_steps(seconds: dict[int, float], sizes: Sequence[int]) -> dict[int, float]:
+    """
+    Times of a target whose trees are filled up to one of a few sizes: all that are filled up to one take as long.
+
+    Args:
+        seconds (`dict[int, float]`): see [`Costs`].
+        sizes (sequence of `int`): tokens of a tree, the root among them, in ascending order; larger ones run as they
+            are.
+    """
+    found = dict(seconds)
+    for first, end in itertools.pairwise((0, *sizes)):
+        measured = [value for nodes, value in seconds.items() if first <= nodes < end]
+        if measured:
+            found.update(dict.fromkeys(range(first, end), min(measured)))
+    return found
+
+
 def cache_folder() -> Path:
     """Where measured costs are kept: `HF_FALCON_CACHE`, or a folder in the Hub's own."""
     given = os.environ.get("HF_FALCON_CACHE")

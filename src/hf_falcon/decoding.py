@@ -16,7 +16,7 @@ from .batched_decoding import BatchSequence, decode_batch, why_no_batch
 from .batched_target import BatchedTargetRun
 from .borrowed_head import was_trained_for
 from .candidate_generator import FalconCandidateGenerator
-from .costs import Circumstances, Costs, Stopwatch, holds, load, measure, save
+from .costs import Circumstances, Costs, Stopwatch, holds, in_steps, load, measure, save
 from .draft_options import DraftOptions, set_by_call
 from .drafting import Drafting
 from .layer_outputs import LayerOutputs
@@ -179,13 +179,14 @@ def _pace(run: TargetRun | BatchedTargetRun, generator: FalconCandidateGenerator
         rows (`int`, *optional*, defaults to 1): rows of the batch that are not finished.
     """
     options, model = generator.options, run.model
-    experience = experience_of(generator.drafter, model).of_rows(rows)
+    experience = experience_of(generator.drafter, model)
     same_every_round = options.num_assistant_tokens_schedule == "constant" or options.draft_tree != "dynamic"
     # Where no path is allowed the target cannot be timed with one either.
     if same_every_round or limit < 1:
         return Pace(options, experience, generator.drafter.device)
     nodes = options.num_assistant_tokens
     circumstances = Circumstances.of(model, run.length, nodes, rows)
+    experience = experience.under(circumstances)
     if circumstances not in experience.costs:
         experience.costs[circumstances] = _costs(run, circumstances, experience.costs)
     return AdaptivePace(options, experience, generator.drafter.device, experience.costs[circumstances])
@@ -197,14 +198,14 @@ def _costs(
     """Costs that were measured before, by any process, or follow from those of more rows, or are measured now."""
     seconds = load(run.model, circumstances)
     if seconds is not None and holds(seconds, run.rehearse, run.model.device):
-        return Costs(seconds)
+        return Costs(in_steps(seconds, circumstances.compiled))
     more = [each for each in list(known) if each.rows > circumstances.rows and each[1:] == circumstances[1:]]
     if more:
         nearest = min(more)
         return known[nearest].of_fewer_rows(nearest.rows, circumstances.rows)
     seconds = measure(run.rehearse, circumstances.max_nodes, run.model.device)
     save(run.model, circumstances, seconds)
-    return Costs(seconds)
+    return Costs(in_steps(seconds, circumstances.compiled))
 
 
 def _depth_limit(run: TargetRun, sequence: TokenSequence) -> int:

@@ -35,6 +35,7 @@ _PRIOR, _KEEP, _LEAST = 8.0, 0.995, 1e-3
 _NEW, _NEW_RATE = 0.15, 0.05
 # Rounds without drafting once it does not pay: at first, and at most, doubling; and rounds of the trial after them.
 _SHORTEST_PAUSE, _LONGEST_PAUSE, _TRIAL = 16, 256, 2
+_ONE_ROW_AS_IT_IS = (1, False, ())
 # From this probability of its first token on, a continuation tells more of a round's outcome than drafting does.
 _LIKELY = 0.3
 
@@ -92,16 +93,18 @@ class Experience:
         self.rate = 1.2
         self.pause, self.paused_for, self.trial = _SHORTEST_PAUSE, 0, 0
         self.costs: dict[Circumstances, Costs] = {}
-        self._batches: dict[int, Experience] = {}
+        self._others: dict[tuple[int, bool, tuple[int, ...]], Experience] = {}
 
-    def of_rows(self, rows: int) -> Experience:
-        """Of batches of that many rows: the same probabilities, other costs."""
-        if rows == 1:
+    def under(self, circumstances: Circumstances) -> Experience:
+        """With that many rows, and the target packed or compiled so: the same probabilities, other costs."""
+        way = circumstances.rows, circumstances.packed, circumstances.compiled
+        if way == _ONE_ROW_AS_IT_IS:
             return self
-        known = self._batches.get(rows)
+        known = self._others.get(way)
         if known is None:
-            known = self._batches[rows] = Experience()
+            known = self._others[way] = Experience()
             known.matches, known.depths, known.costs = self.matches, self.depths, self.costs
+            known.continued = self.continued
         return known
 
     def match(self, length: int) -> _Share:
