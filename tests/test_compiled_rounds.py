@@ -3,6 +3,7 @@
 
 import copy
 import gc
+import importlib.util
 import shutil
 import threading
 import time
@@ -14,7 +15,7 @@ from tiny_models import TARGETS, prompt, tiny_drafter, tiny_target
 from transformers import CompileConfig, DynamicCache
 
 import hf_falcon
-from hf_falcon import compiling
+from hf_falcon import compiling, packed_layouts
 from hf_falcon.compiled_rounds import compiled_rounds_of
 from hf_falcon.packing import is_packed
 
@@ -103,8 +104,10 @@ def test_trees_are_filled_up_and_larger_ones_run_as_they_are(target, backend):
         for nodes in (3, 5, 6):
             assert generate(target, tokens, drafter_of(target, nodes)) == generate(target, tokens)
             assert set(backend.rows) == ({6} if nodes < 6 else set())
-            # The last rounds' trees are smaller, as fewer tokens are wanted.
             backend.rows.clear()
+        # A single token is no tree.
+        generate(target, tokens, drafter_of(target), max_new_tokens=2)
+        assert not backend.rows
 
 
 def test_the_cache_is_plain_decodings(target, backend):
@@ -172,6 +175,30 @@ def test_packed_weights(dtype, backend, monkeypatch):
 def test_oneDNN_weights(backend, monkeypatch):
     monkeypatch.setattr("hf_falcon.packed_layouts.blocks_pay", lambda: False)
     test_packed_weights(torch.float32, backend, monkeypatch)
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="packed weights need oneDNN")
+def test_weights_are_told_apart_by_number(tmp_path):
+    """Copies, too, and the module that is loaded a second time has an operator of its own."""
+    first = torch.nn.Linear(8, 16, bias=False).eval()
+    second = copy.deepcopy(first)
+    second.weight.data.mul_(2.0)
+    layouts = [packed_layouts.OneDnnLayout(each.weight) for each in (first, second, first)]
+    numbers = [layout._number for layout in layouts]
+    assert numbers[0] == numbers[2] != numbers[1]
+    spec = importlib.util.spec_from_file_location(packed_layouts.__name__, packed_layouts.__file__)
+    again = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(again)
+    states = torch.randn(2, 8)
+    other = again.OneDnnLayout(second.weight)
+    found = [
+        packed_layouts._operators.product(states, None, numbers[0], 16),
+        packed_layouts._operators.product(states, None, numbers[1], 16),
+        again._operators.product(states, None, other._number, 16),
+    ]
+    with torch.no_grad():
+        for product, linear in zip(found, (first, second, second)):
+            torch.testing.assert_close(product, linear(states))
 
 
 def test_what_was_not_compiled_for_runs_as_it_is(target, backend):

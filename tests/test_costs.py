@@ -78,8 +78,8 @@ def test_filled_trees_cost_what_the_full_one_does():
     expected = {0: 1.0} | dict.fromkeys(range(1, 8), 1.3) | dict.fromkeys(range(8, 16), 2.2) | {23: 4.0}
     assert found == expected
     assert costs.in_steps(seconds, ()) == seconds
-    # Of a size that no measured tree is filled up to nothing is known.
-    assert costs.in_steps({0: 1.0, 3: 2.0}, (4, 6)) == dict.fromkeys(range(4), 1.0)
+    # A single token is not filled up, and of a size that no measured tree is filled up to nothing is known.
+    assert costs.in_steps({0: 1.0, 2: 3.0, 3: 2.0}, (4, 6)) == {0: 1.0, 1: 2.0, 2: 2.0, 3: 2.0}
     assert Costs(found).target(16) == pytest.approx([1.0, *[1.3] * 7, *[2.2] * 8, 2.2 + 1.8 / 8])
 
 

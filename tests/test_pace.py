@@ -197,6 +197,20 @@ def test_a_path_joins_the_tree():
     assert shared > 50
 
 
+def test_passes_are_tried_again():
+    """What they bring is seen where there are some: bad luck must not end them for good."""
+    experience, branches = Experience(), Branches(torch.arange(2), torch.arange(2), torch.tensor([0.5, 0.2]).log())
+    experience.pass_worth = 0.01
+    made, answers = pace(experience), []
+    for _ in range(20):
+        made.guess(NO_GUESS)
+        answers.append(made.another_pass(branches, branches.log_probs))
+    assert answers == [*[False] * 8, True] * 2 + [False] * 2
+    # A further pass of the same round is not tried for its own sake.
+    experience.single_passes = 8
+    assert not made.another_pass(branches, branches.log_probs)
+
+
 def test_other_circumstances_share_probabilities_and_nothing_else():
     usual = Circumstances.of(tiny_target("llama"), 100, 8)
     experience = Experience()

@@ -80,8 +80,11 @@ class CompiledRounds:
         self._users = 0
 
     def size_for(self, nodes: int) -> int | None:
-        """The size that a tree of `nodes` nodes is to be filled up to, or `None` where it is to run as it is."""
-        return next((size for size in self.sizes if size >= nodes), None)
+        """
+        The size that a tree of `nodes` nodes is to be filled up to, or `None` where it is to run as it is. A single
+        token, a plain step, is not filled up.
+        """
+        return next((size for size in self.sizes if size >= nodes and (size == 1 or nodes > 1)), None)
 
     @contextmanager
     def round(self, cache: Cache, masks: Iterable[Tensor]) -> Iterator[None]:

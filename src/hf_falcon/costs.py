@@ -166,7 +166,8 @@ def in_steps(seconds: dict[int, float], sizes: Sequence[int]) -> dict[int, float
             are.
     """
     found = dict(seconds)
-    for first, end in itertools.pairwise((0, *sizes)):
+    # A single token is not filled up.
+    for first, end in itertools.pairwise((0 if 1 in sizes else 1, *sizes)):
         measured = [value for nodes, value in seconds.items() if first <= nodes < end]
         if measured:
             found.update(dict.fromkeys(range(first, end), min(measured)))

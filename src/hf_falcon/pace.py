@@ -35,6 +35,8 @@ _PRIOR, _KEEP, _LEAST = 8.0, 0.995, 1e-3
 _NEW, _NEW_RATE = 0.15, 0.05
 # Rounds without drafting once it does not pay: at first, and at most, doubling; and rounds of the trial after them.
 _SHORTEST_PAUSE, _LONGEST_PAUSE, _TRIAL = 16, 256, 2
+# Drafted rounds in a row without a second pass: what a pass brings and costs is seen where there is one only.
+_LONGEST_SINGLE = 8
 _ONE_ROW_AS_IT_IS = (1, False, ())
 # From this probability of its first token on, a continuation tells more of a round's outcome than drafting does.
 _LIKELY = 0.3
@@ -92,6 +94,8 @@ class Experience:
         # Tokens in the time of a plain step.
         self.rate = 1.2
         self.pause, self.paused_for, self.trial = _SHORTEST_PAUSE, 0, 0
+        # Drafted rounds since one had a second pass.
+        self.single_passes = 0
         self.costs: dict[Circumstances, Costs] = {}
         self._others: dict[tuple[int, bool, tuple[int, ...]], Experience] = {}
 
@@ -275,9 +279,15 @@ class AdaptivePace(Pace):
         if self._before is not None:
             gained = (worth - self._before[0]) / max(self._before[1], 1e-6)
             known.pass_worth += _NEW * (min(gained, 1.0) - known.pass_worth)
+        is_second = self._before is None
         self._before = worth, continued
         # Where the guess is right a pass adds nothing to it.
-        return continued * known.pass_worth * (1.0 - self._guess.first) > known.rate * self._costs.draft_pass
+        pays = continued * known.pass_worth * (1.0 - self._guess.first) > known.rate * self._costs.draft_pass
+        if is_second and self._guess.first < _LIKELY:
+            known.single_passes = 0 if pays else known.single_passes + 1
+            if known.single_passes > _LONGEST_SINGLE:
+                known.single_passes, pays = 0, True
+        return pays
 
     def worth(self, best: Tensor) -> Tensor:
         """See [`Pace.worth`]: the tokens that are to be expected beyond the root's own, less what they cost."""

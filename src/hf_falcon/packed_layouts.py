@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import weakref
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
+from torch.utils.weak import WeakIdKeyDictionary
 
 # Rows of the product that oneDNN's layout is chosen for. Any number above one gives the same layout; the one for a
 # single row is slow for several.
@@ -18,12 +20,10 @@ _ROWS = 8
 # Outputs of a block: the first number that divides them all, or the last. Of 64, 48, 32 and 16 these two were fastest
 # for eight rows, and 48 for one.
 _BLOCKS = (48, 32)
-
-
-# An attribute of weights that were laid out.
-_NUMBER = "_hf_falcon_number"
-_numbers = itertools.count()
 _layouts: weakref.WeakValueDictionary[int, OneDnnLayout] = weakref.WeakValueDictionary()
+# Weights keep their numbers, so that code which was compiled for one still fits when it is packed again.
+_numbers = WeakIdKeyDictionary()
+_next_number = itertools.count()
 
 
 class OneDnnLayout:
@@ -37,10 +37,7 @@ class OneDnnLayout:
     def __init__(self, weight: Tensor):
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
         self._out_features = weight.shape[0]
-        # The weight keeps its number, so that code which was compiled for it still fits when it is packed again.
-        if not hasattr(weight, _NUMBER):
-            setattr(weight, _NUMBER, next(_numbers))
-        self._number: int = getattr(weight, _NUMBER)
+        self._number: int = _numbers.setdefault(weight, next(_next_number))
         _layouts[self._number] = self
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
@@ -90,8 +87,14 @@ def _shape_of_product(input: Tensor, bias: Tensor | None, number: int, out_featu
     return input.new_empty(*input.shape[:-1], out_features)
 
 
-# Of this module alone: a drafter's own code from the Hub may be loaded beside the package's.
-_namespace = __name__.replace(".", "_")
+def _namespace_of_its_own() -> str:
+    """Drafters from the Hub bring this module along, and transformers runs it anew where it has changed."""
+    taken = {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()}
+    name = re.sub(r"\W", "_", __name__)
+    return next(each for each in (f"{name}_{count}" for count in itertools.count()) if each not in taken)
+
+
+_namespace = _namespace_of_its_own()
 _library = torch.library.Library(_namespace, "DEF")
 _library.define("product(Tensor input, Tensor? bias, int number, int out_features) -> Tensor")
 _library.impl("product", _product, "CPU")

@@ -49,13 +49,14 @@ class DraftTree:
         return self.token_ids.shape[0]
 
     def filled(self, nodes: int) -> DraftTree:
-        """The tree with as many nodes behind its own as make `nodes`: they see the root and themselves alone."""
+        """The tree with nodes behind its own that make it `nodes`; they see the root and themselves."""
         more = nodes - len(self)
         visible = F.pad(self.visible, (0, more, 0, more))
         visible[:, 0] = True
         visible.fill_diagonal_(True)
         token_ids, parents = F.pad(self.token_ids, (0, more)), F.pad(self.parents, (0, more))
-        return DraftTree(token_ids, parents, F.pad(self.depths, (0, more), value=1), visible)
+        # No deeper than the root: how far positions go changes what some models compute.
+        return DraftTree(token_ids, parents, F.pad(self.depths, (0, more)), visible)
 
 
 @dataclass
