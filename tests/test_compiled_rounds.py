@@ -13,11 +13,13 @@ import pytest
 import torch
 from tiny_models import TARGETS, prompt, tiny_drafter, tiny_target
 from transformers import CompileConfig, DynamicCache
+from transformers.utils import output_capturing
 
 import hf_falcon
 from hf_falcon import compiling, packed_layouts
 from hf_falcon.compiled_rounds import compiled_rounds_of
 from hf_falcon.packing import is_packed
+from hf_falcon.target import TargetRun
 
 SIZES = (1, 4, 8)
 NEW_TOKENS = 24
@@ -231,6 +233,27 @@ def test_outputs_of_layers(target, backend, name):
     options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, f"output_{name}": True}
     found = target.generate(tokens, assistant_model=drafter, **options)[name]
     torch.testing.assert_close(found, target.generate(tokens, **options)[name])
+
+
+def test_drafters_that_read_layers_have_uncompiled_rounds(target, backend):
+    tokens, drafter = prompt(9), tiny_drafter(target, extra="layers")
+    hf_falcon.compile_rounds(target, SIZES, compiled_by(backend))
+    ran = backend.ran
+    assert generate(target, tokens, drafter) == generate(target, tokens)
+    assert backend.ran == ran
+    arguments = target, tokens, target.generation_config, {"past_key_values": None}
+    assert TargetRun(*arguments).compiled_sizes == SIZES and TargetRun(*arguments, [0]).compiled_sizes == ()
+
+
+def test_models_that_are_loaded_later_change_nothing(target, backend, request):
+    hf_falcon.compile_rounds(target, SIZES, compiled_by(backend))
+    ran, drafter = backend.ran, drafter_of(target)
+    # A table of transformers that every class of models adds to.
+    table = output_capturing._CAN_RECORD_REGISTRY
+    table.update(another={})
+    request.addfinalizer(lambda: table.pop("another"))
+    assert generate(target, prompt(9), drafter) == generate(target, prompt(9))
+    assert backend.ran > ran and backend.compiled == len(SIZES)
 
 
 def test_other_threads_run_what_is_not_compiled(target, backend):

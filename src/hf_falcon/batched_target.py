@@ -29,6 +29,9 @@ class BatchedTargetRun:
         feature_layers (sequence of `int`, *optional*): see [`FeatureTap`].
     """
 
+    # Batches run as they are.
+    compiled_sizes: tuple[int, ...] = ()
+
     def __init__(
         self,
         model: PreTrainedModel,

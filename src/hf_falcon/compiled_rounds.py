@@ -69,7 +69,7 @@ class CompiledRounds:
         # Whether it is faster than the decoder itself, of each size that was tried.
         self.is_faster: dict[int, bool] = {}
         self._decoder, self._plain = decoder, decoder.forward
-        self._arguments = compile_config.to_dict() | {"fullgraph": True, "dynamic": False}
+        self._config = compile_config
         # One graph a size; kernels for any number of rows are slower.
         self._compiled: dict[int, Callable[..., Any]] = {}
         config = decoder.config.get_text_config(decoder=True)
@@ -113,7 +113,14 @@ class CompiledRounds:
     @contextmanager
     def compiling(self, size: int) -> Iterator[None]:
         """Inside, a forward of `size` tokens is compiled; elsewhere nothing is."""
-        compiled = torch.compile(_with_its_own_code(self._plain), **self._arguments)
+        config = self._config.to_dict() | {"fullgraph": True, "dynamic": False}
+        mode, options = config.pop("mode"), dict(config.pop("options") or {})
+        if mode not in (None, "default"):
+            # torch takes a mode or options, and these are what a mode stands for.
+            options = torch._inductor.list_mode_options(mode) | options
+        # Tables of transformers' that any other model adds to are no reason to drop what is compiled.
+        options["guard_filter_fn"] = torch.compiler.skip_guard_on_globals_unsafe
+        compiled = torch.compile(_with_its_own_code(self._plain), **config, options=options)
         self._compiled[size] = compiled
         try:
             yield
@@ -184,9 +191,3 @@ def compiled_rounds_of(model: PreTrainedModel) -> CompiledRounds | None:
     """Those of a target, where it has any and nothing stands in their way."""
     rounds = compiled.get(model)
     return rounds if rounds is not None and rounds.are_exact else None
-
-
-def compiled_sizes(model: PreTrainedModel) -> tuple[int, ...]:
-    """The sizes of a target's compiled rounds; see [`CompiledRounds`]."""
-    rounds = compiled_rounds_of(model)
-    return () if rounds is None else tuple(rounds.sizes)

@@ -25,7 +25,6 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
-from .compiled_rounds import compiled_sizes
 from .configuration_falcon_draft import weights_fingerprint
 from .packing import is_packed
 
@@ -218,8 +217,13 @@ class Circumstances(NamedTuple):
     compiled: tuple[int, ...]
 
     @classmethod
-    def of(cls, target: PreTrainedModel, context: int, max_nodes: int, rows: int = 1) -> Circumstances:
-        """Those of a target now, with `context` tokens before it in each of `rows` rows."""
+    def of(
+        cls, target: PreTrainedModel, context: int, max_nodes: int, rows: int = 1, compiled: tuple[int, ...] = ()
+    ) -> Circumstances:
+        """
+        Those of a target now, with `context` tokens before it in each of `rows` rows, and rounds of `compiled` tokens
+        compiled.
+        """
         device = target.device
         return cls(
             rows=rows,
@@ -230,7 +234,7 @@ class Circumstances(NamedTuple):
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             threads=torch.get_num_threads(),
             packed=is_packed(target),
-            compiled=compiled_sizes(target) if rows == 1 else (),
+            compiled=compiled,
         )
 
 

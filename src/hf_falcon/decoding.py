@@ -185,7 +185,7 @@ def _pace(run: TargetRun | BatchedTargetRun, generator: FalconCandidateGenerator
     if same_every_round or limit < 1:
         return Pace(options, experience, generator.drafter.device)
     nodes = options.num_assistant_tokens
-    circumstances = Circumstances.of(model, run.length, nodes, rows)
+    circumstances = Circumstances.of(model, run.length, nodes, rows, run.compiled_sizes)
     experience = experience.under(circumstances)
     if circumstances not in experience.costs:
         experience.costs[circumstances] = _costs(run, circumstances, experience.costs)

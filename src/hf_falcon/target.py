@@ -288,6 +288,11 @@ class TargetRun:
         return self.cache.get_seq_length()
 
     @property
+    def compiled_sizes(self) -> tuple[int, ...]:
+        """Tokens of the trees that run compiled, the root among them; smaller ones are filled up."""
+        return () if self.compiled is None else tuple(self.compiled.sizes)
+
+    @property
     def prompt_embeds(self) -> Tensor | None:
         """The prompt, of shape `(1, length, hidden_size)`, where it was given as embeddings."""
         return self._model_kwargs.get("inputs_embeds")
