@@ -225,14 +225,22 @@ def test_hooks_are_called(target, backend):
     assert backend.ran > ran
 
 
+@pytest.mark.parametrize("first", ["compiled", "outputs"])
 @pytest.mark.parametrize("name", ["hidden_states", "attentions"])
-def test_outputs_of_layers(target, backend, name):
+def test_outputs_of_layers(target, backend, name, first):
+    """They run uncompiled, and leave hooks of transformers' that stand in nobody's way."""
     target.set_attn_implementation("eager")
     tokens, drafter = prompt(9), drafter_of(target)
-    hf_falcon.compile_rounds(target, SIZES, compiled_by(backend))
     options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, f"output_{name}": True}
+    if first == "outputs":
+        target.generate(tokens, **options)
+    hf_falcon.compile_rounds(target, SIZES, compiled_by(backend))
+    ran = backend.ran
     found = target.generate(tokens, assistant_model=drafter, **options)[name]
     torch.testing.assert_close(found, target.generate(tokens, **options)[name])
+    assert backend.ran == ran
+    assert generate(target, tokens, drafter) == generate(target, tokens)
+    assert backend.ran > ran
 
 
 def test_drafters_that_read_layers_have_uncompiled_rounds(target, backend):

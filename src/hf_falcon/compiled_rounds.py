@@ -14,9 +14,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, CompileConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
+from transformers.utils import output_capturing
 
 from .grouped_attention import form_ahead
 
@@ -154,11 +155,18 @@ class CompiledRounds:
     @property
     def are_exact(self) -> bool:
         """Whether no part of the decoder has hooks or another forward, which compiled code would pass over."""
-        inner = itertools.chain.from_iterable(part.modules() for part in self._decoder.children())
         own = vars(self._decoder).get("forward", self._forward) == self._forward
-        return own and not any(
-            module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module) for module in inner
-        )
+        inner = itertools.chain.from_iterable(part.modules() for part in self._decoder.children())
+        return own and not any("forward" in vars(module) or any(map(_acts, _hooks(module))) for module in inner)
+
+
+def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
+    return itertools.chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
+
+
+def _acts(hook: Callable[..., Any]) -> bool:
+    """Those of transformers are there once a call has asked for layers' outputs, and are for such calls alone."""
+    return getattr(hook, "__module__", None) != output_capturing.__name__
 
 
 def _with_its_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
