@@ -53,11 +53,10 @@ def backend() -> Backend:
 
 
 @pytest.fixture(autouse=True)
-def kept_if_slower(monkeypatch, request):
-    """Tiny models do not gain; sizes are kept all the same, where a test is not about that."""
+def kept_if_slower(monkeypatch):
+    """Tiny models do not gain; sizes are kept all the same, until a test undoes that."""
     original = compiling._is_faster
-    if "real_choice" not in request.keywords:
-        monkeypatch.setattr(compiling, "_is_faster", lambda *arguments: [original(*arguments)] != [])
+    monkeypatch.setattr(compiling, "_is_faster", lambda *arguments: [original(*arguments)] != [])
 
 
 @pytest.fixture
@@ -158,7 +157,7 @@ def test_a_target_goes_with_what_was_compiled_for_it(backend):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_packed_weights(dtype, backend, monkeypatch):
+def test_packed_weights(dtype, backend):
     target = copy.deepcopy(tiny_target("llama")).to(dtype)
     drafter, tokens, config = drafter_of(target).to(dtype), prompt(9), compiled_by(backend)
     texts = []
@@ -176,7 +175,7 @@ def test_packed_weights(dtype, backend, monkeypatch):
 
 def test_oneDNN_weights(backend, monkeypatch):
     monkeypatch.setattr("hf_falcon.packed_layouts.blocks_pay", lambda: False)
-    test_packed_weights(torch.float32, backend, monkeypatch)
+    test_packed_weights(torch.float32, backend)
 
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="packed weights need oneDNN")
@@ -201,6 +200,10 @@ def test_weights_are_told_apart_by_number(tmp_path):
     with torch.no_grad():
         for product, linear in zip(found, (first, second, second)):
             torch.testing.assert_close(product, linear(states))
+
+
+def test_every_dtype_has_its_rounding(target, backend):
+    assert tuple(hf_falcon.compile_rounds(target.double(), SIZES, compiled_by(backend))) == SIZES
 
 
 def test_what_was_not_compiled_for_runs_as_it_is(target, backend):
@@ -329,8 +332,9 @@ def test_a_failure_in_a_round_leaves_the_rest(target, backend, monkeypatch):
     assert lengths == {cache.get_seq_length()}
 
 
-@pytest.mark.real_choice
-def test_only_what_is_faster_is_used(target):
+def test_only_what_is_faster_is_used(target, monkeypatch):
+    monkeypatch.undo()
+
     def slow(graph, inputs):
         def run(*arguments):
             time.sleep(0.05)

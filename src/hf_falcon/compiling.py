@@ -27,7 +27,7 @@ _LARGEST = 4096
 _CONTEXTS = (40, 90)
 _TURNS = 5
 # Greatest difference of logits, over their greatest value, that rounding explains.
-_ROUNDING = {torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
+_ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 # All that was compiled for a target, by what it was compiled for.
 _made: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], CompiledRounds]]
 _made = weakref.WeakKeyDictionary()
