@@ -41,7 +41,8 @@ class Backend:
         def run(*arguments):
             self.ran += 1
             tensors = [each for each in arguments if torch.is_tensor(each)]
-            self.rows.append(next(each.shape[1] for each in tensors if each.dtype == torch.long and each.dim() == 2))
+            # The LM head's code gets no tokens.
+            self.rows += [each.shape[1] for each in tensors if each.dtype == torch.long and each.dim() == 2][:1]
             return graph.forward(*arguments)
 
         return run

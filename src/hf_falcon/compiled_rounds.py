@@ -19,7 +19,14 @@ from transformers import Cache, CompileConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import output_capturing
 
+from .compact_weights import CompactWeight, compact
+from .few_rows import linears_of
 from .grouped_attention import form_ahead
+from .packed_layouts import blocks_pay
+from .packing import PackedLinear
+
+# For the loops of compact weights: to multiply and add at once, and no more sums in one than there are registers for.
+_OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast", "max_fusion_size": 16}
 
 
 class TreeRows(DynamicLayer):
@@ -56,23 +63,28 @@ class _Here(threading.local):
 
 class CompiledRounds:
     """
-    A target's decoder, compiled for trees of a few sizes. It runs in rounds alone, of any thread; to all others the
-    decoder is as it was.
+    A target's decoder and LM head, compiled for trees of a few sizes. They run in rounds alone, of any thread; to all
+    others the target is as it was.
 
     Args:
         decoder ([`PreTrainedModel`]): the part of the target whose output its LM head reads.
+        head (`torch.nn.Module`): the LM head.
         compile_config ([`CompileConfig`]): backend, mode and options for `torch.compile`.
     """
 
-    def __init__(self, decoder: PreTrainedModel, compile_config: CompileConfig):
+    def __init__(self, decoder: PreTrainedModel, head: nn.Module, compile_config: CompileConfig):
         # Tokens of a tree, the root among them, that it is used for, in ascending order; smaller trees are filled up.
         self.sizes: list[int] = []
         # Whether it is faster than the decoder itself, of each size that was tried.
         self.is_faster: dict[int, bool] = {}
         self._decoder, self._plain = decoder, decoder.forward
+        self._head = head
         self._config = compile_config
         # One graph a size; kernels for any number of rows are slower.
         self._compiled: dict[int, Callable[..., Any]] = {}
+        self._compiled_heads: dict[int, Callable[..., Tensor]] = {}
+        # What compiled code reads of linear layers in place of their weights.
+        self._compact: dict[nn.Linear, CompactWeight] = {}
         config = decoder.config.get_text_config(decoder=True)
         heads = config.num_attention_heads
         self._group = heads // (getattr(config, "num_key_value_heads", None) or heads)
@@ -116,30 +128,56 @@ class CompiledRounds:
         """Inside, a forward of `size` tokens is compiled; elsewhere nothing is."""
         config = self._config.to_dict() | {"fullgraph": True, "dynamic": False}
         mode, options = config.pop("mode"), dict(config.pop("options") or {})
-        if mode not in (None, "default"):
-            # torch takes a mode or options, and these are what a mode stands for.
-            options = torch._inductor.list_mode_options(mode) | options
+        if config["backend"] == "inductor":
+            if mode not in (None, "default"):
+                # torch takes a mode or options, and these are what a mode stands for.
+                options = torch._inductor.list_mode_options(mode) | options
+            options = _OPTIONS | options
         # Tables of transformers' that any other model adds to are no reason to drop what is compiled.
         options["guard_filter_fn"] = torch.compiler.skip_guard_on_globals_unsafe
-        compiled = torch.compile(_with_its_own_code(self._plain), **config, options=options)
-        self._compiled[size] = compiled
+        made = [(self._compiled, self._plain), (self._compiled_heads, self._plain_head)]
+        for compiled, forward in made:
+            compiled[size] = torch.compile(_with_its_own_code(forward), **config, options=options)
         try:
             yield
         finally:
             # Where a round differs from what was compiled for it runs uncompiled.
-            self._compiled[size] = torch._dynamo.run(compiled)
+            for compiled, _ in made:
+                compiled[size] = torch._dynamo.run(compiled[size])
+
+    def compact_weights(self) -> None:
+        """Takes the weights of linear layers as they are now, in fewer bytes where their values allow that."""
+        before, self._compact = self._compact, {}
+        # As blocks of float32, this is for the instructions that it was found faster with.
+        for linear in _linears_of(self._decoder, self._head) if blocks_pay() else ():
+            weight = before.get(linear)
+            if weight is None or not weight.is_of(linear.weight):
+                weight = compact(linear.weight)
+            if weight is not None:
+                self._compact[linear] = weight
+        if not _are_alike(before, self._compact):
+            # Code that was compiled for others does not fit them.
+            self.is_faster.clear()
 
     def _enter(self) -> None:
         with self._lock:
             self._users += 1
             if self._users == 1:
                 self._decoder.forward = self._forward
+                if self._head in self._compact:
+                    vars(self._head)["forward"] = self._head_forward
+                for linear, weight in self._compact.items():
+                    vars(linear)["compact"] = weight
 
     def _leave(self) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0:
                 del self._decoder.forward
+                if self._head in self._compact:
+                    del vars(self._head)["forward"]
+                for linear in self._compact:
+                    del vars(linear)["compact"]
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         cache, nodes = self._here.cache, self._here.nodes
@@ -152,12 +190,41 @@ class CompiledRounds:
         outputs.past_key_values = given
         return outputs
 
+    def _head_forward(self, input: Tensor) -> Tensor:
+        if self._here.cache is None or input.numel() != self._here.nodes * input.shape[-1]:
+            return self._plain_head(input)
+        return self._compiled_heads[self._here.nodes](input)
+
+    def _plain_head(self, input: Tensor) -> Tensor:
+        return type(self._head).forward(self._head, input)
+
     @property
     def are_exact(self) -> bool:
-        """Whether no part of the decoder has hooks or another forward, which compiled code would pass over."""
-        own = vars(self._decoder).get("forward", self._forward) == self._forward
+        """
+        Whether no part of the decoder has hooks or another forward, which compiled code would pass over, and weights
+        are those that it reads.
+        """
+        own = all(
+            vars(part).get("forward", ours) == ours
+            for part, ours in ((self._decoder, self._forward), (self._head, self._head_forward))
+        )
         inner = itertools.chain.from_iterable(part.modules() for part in self._decoder.children())
-        return own and not any("forward" in vars(module) or any(map(_acts, _hooks(module))) for module in inner)
+        return (
+            own
+            and not any("forward" in vars(module) or any(map(_acts, _hooks(module))) for module in inner)
+            and all(weight.is_of(linear.weight) for linear, weight in self._compact.items())
+        )
+
+
+def _are_alike(before: dict[nn.Linear, CompactWeight], after: dict[nn.Linear, CompactWeight]) -> bool:
+    return before.keys() == after.keys() and all(after[linear].dtype == before[linear].dtype for linear in before)
+
+
+def _linears_of(decoder: PreTrainedModel, head: nn.Module) -> Iterator[nn.Linear]:
+    """Linear layers that look for a compact weight, each once."""
+    for model in (decoder, head):
+        yield from linears_of(model)
+        yield from (module for module in model.modules() if isinstance(module, PackedLinear))
 
 
 def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:

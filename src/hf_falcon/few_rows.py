@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .compact_weights import CompactWeight
 from .packed_layouts import blocks_pay, product_of_blocks
 
 # Rows for which this is faster; with 3 and with 16 it is slower.
@@ -37,7 +38,12 @@ _here = _Here()
 class FewRowsLinear(nn.Linear):
     """What linear layers of a target are while it scores a tree: an ordinary one to other threads."""
 
+    # For compiled rounds.
+    compact: CompactWeight | None = None
+
     def forward(self, input: Tensor) -> Tensor:
+        if torch.compiler.is_compiling() and self.compact is not None and self.compact.suits(input):
+            return self.compact.product(input, self.bias)
         rows = input.numel() // self.in_features
         # Compiled code is of rounds alone.
         in_a_round = torch.compiler.is_compiling() or _here.in_a_round

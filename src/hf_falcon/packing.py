@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .compact_weights import CompactWeight
 from .packed_layouts import BlockLayout, OneDnnLayout, PackedWeight, layout_of
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -31,6 +32,8 @@ class PackedLinear(nn.Linear):
 
     packed: OneDnnLayout | BlockLayout
     unpacked_parameter: nn.Parameter
+    # For compiled rounds.
+    compact: CompactWeight | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         if input.requires_grad and torch.is_grad_enabled():
@@ -41,6 +44,8 @@ class PackedLinear(nn.Linear):
         if input.dtype != self.unpacked_parameter.dtype:
             # Autocast, or a mistake: as the ordinary layer has it.
             return F.linear(input, self.packed.to_dense(), self.bias)
+        if torch.compiler.is_compiling() and self.compact is not None and self.compact.suits(input):
+            return self.compact.product(input, self.bias)
         return self.packed.product(input, self.bias)
 
     @classmethod

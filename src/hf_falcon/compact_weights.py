@@ -1,0 +1,141 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+Weights in fewer bytes, to the bit. Few float32 weights use all of their bits: most checkpoints are in bfloat16, and
+what is read from a quantised file lies on a grid. And a product of a few rows takes as long as its weight is to read.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .packed_layouts import PackedWeight
+
+# Outputs side by side: as many as a vector of AVX-512 holds.
+_LANES = 16
+# Rows of a product. With more, libraries are faster.
+_MOST_ROWS = 8
+# Values of a weight by which it is known again.
+_SAMPLES = 64
+# Inputs that share a grid in GGUF's files.
+_GROUP = 32
+# The grids of Q4_0, Q5_0, Q8_0, Q4_1 and Q5_1: the step, of the least and the greatest value of a group, and the code
+# of zero, or `None` where the least value has code 0. The files' codes reach to the ends, so the ends tell the step.
+_GRIDS: list[tuple[Callable[[Tensor, Tensor], Tensor], int | None]] = [
+    (lambda low, high: _farther(low, high) / -8, 8),
+    (lambda low, high: _farther(low, high) / -16, 16),
+    (lambda low, high: _farther(low, high).abs() / 127, 128),
+    (lambda low, high: (high - low) / 15, None),
+    (lambda low, high: (high - low) / 31, None),
+]
+
+
+class CompactWeight:
+    """
+    A linear layer's float32 weight in one or two bytes a value, for code that `torch.compile` makes: it widens the
+    values where it multiplies them.
+
+    Args:
+        weight (`torch.Tensor` of shape `(out_features, in_features)`): the weight.
+        codes (`torch.Tensor` of shape `(out_features, groups, in_features / groups)`): its values, in bfloat16; or, in
+            uint8, where they lie on the grid of their group.
+        grid (two `torch.Tensor` of shape `(out_features, groups, 1)`, *optional*): steps and offsets: a value is
+            `code * step + offset`, of which the product is exact.
+    """
+
+    def __init__(self, weight: Tensor, codes: Tensor, grid: tuple[Tensor, Tensor] | None = None):
+        self._weight, self._sample = weakref.ref(weight), _sample_of(weight).clone()
+        self._codes = _in_lanes(codes)
+        self._grid = None if grid is None else (_in_lanes(grid[0]), _in_lanes(grid[1]))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the values are kept in."""
+        return self._codes.dtype
+
+    def suits(self, input: Tensor) -> bool:
+        """Whether a product with `input` of shape `(..., in_features)` is faster than a library's."""
+        return input.dtype == torch.float32 and input.numel() <= _MOST_ROWS * input.shape[-1]
+
+    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """`torch.nn.functional.linear(input, weight, bias)`, for a compiler."""
+        blocks, groups, size, lanes = self._codes.shape
+        rows = input.reshape(-1, groups * size).contiguous()
+        # By strides: the compiler then writes rows down that it has yet to compute, and does not compute them again in
+        # the innermost loop.
+        rows = rows.as_strided((rows.shape[0], groups, size, 1), (groups * size, size, 1, 0))
+        weight = self._codes.float()
+        if self._grid is not None:
+            steps, offsets = self._grid
+            weight = weight * steps + offsets
+        # A sum a row: the compiler makes them one loop, which reads the weight once.
+        output = torch.stack([(weight * row).sum((1, 2)) for row in rows.unbind()])
+        output = output.reshape(*input.shape[:-1], blocks * lanes)
+        return output if bias is None else output + bias
+
+    def is_of(self, weight: Tensor) -> bool:
+        """
+        Whether these are the values of `weight`, as far as some of them tell: it may be another weight by now, or be
+        changed, by an adapter that was merged for example.
+        """
+        if self._weight() is not weight:
+            return False
+        sample = _sample_of(weight)
+        return sample.dtype == self._sample.dtype and torch.equal(sample, self._sample)
+
+
+def compact(weight: Tensor) -> CompactWeight | None:
+    """
+    A weight in fewer bytes, or `None` where its values need all that they have, or its shape does not suit.
+
+    Args:
+        weight (`torch.Tensor` of shape `(out_features, in_features)`): of a linear layer, on the CPU; packed or not.
+    """
+    if weight.dtype != torch.float32 or weight.shape[0] % _LANES:
+        return None
+    values = weight.detach().to_dense()
+    if weight.shape[1] % _GROUP == 0:
+        for grid in _GRIDS:
+            if (found := _on_grid(values.unflatten(1, (-1, _GROUP)), *grid)) is not None:
+                return CompactWeight(weight, found[0], found[1:])
+    narrow = values.bfloat16()
+    return CompactWeight(weight, narrow[:, None]) if torch.equal(narrow.float(), values) else None
+
+
+def _on_grid(
+    groups: Tensor, step_of: Callable[[Tensor, Tensor], Tensor], zero: int | None
+) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Codes, steps and offsets of values of shape `(outputs, groups, 32)`, or `None` if they are on no such grid."""
+    found = []
+    # Of most weights the first few rows tell.
+    for rows in groups.split(64):
+        low, high = rows.aminmax(dim=-1, keepdim=True)
+        # The files have steps in float16.
+        steps = step_of(low, high).half().float()
+        offsets = low if zero is None else steps * -zero
+        codes = ((rows - offsets) / steps).round_().nan_to_num_(0.0).clamp_(0, 255)
+        if not torch.equal(codes * steps + offsets, rows):
+            return None
+        found.append((codes.to(torch.uint8), steps, offsets))
+    codes, steps, offsets = map(torch.cat, zip(*found))
+    return codes, steps, offsets
+
+
+def _farther(low: Tensor, high: Tensor) -> Tensor:
+    """The end that is farther from zero."""
+    return torch.where(high > -low, high, low)
+
+
+def _in_lanes(values: Tensor) -> Tensor:
+    """From shape `(outputs, groups, size)` to `(outputs / 16, groups, size, 16)`."""
+    return values.unflatten(0, (-1, _LANES)).permute(0, 2, 3, 1).contiguous()
+
+
+def _sample_of(weight: Tensor) -> Tensor:
+    """Some values of a weight, of changing columns. A packed one does not change."""
+    if isinstance(weight, PackedWeight):
+        return torch.empty(0)
+    return weight.detach().reshape(-1)[:: max(1, weight.numel() // _SAMPLES - 1)]
