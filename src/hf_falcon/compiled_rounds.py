@@ -25,9 +25,6 @@ from .grouped_attention import form_ahead
 from .packed_layouts import blocks_pay
 from .packing import PackedLinear
 
-# For the loops of compact weights: to multiply and add at once, and no more sums in one than there are registers for.
-_OPTIONS = {"cpp.enable_floating_point_contract_flag": "fast", "max_fusion_size": 16}
-
 
 class TreeRows(DynamicLayer):
     """
@@ -132,7 +129,7 @@ class CompiledRounds:
             if mode not in (None, "default"):
                 # torch takes a mode or options, and these are what a mode stands for.
                 options = torch._inductor.list_mode_options(mode) | options
-            options = _OPTIONS | options
+            options = _options() | options
         # Tables of transformers' that any other model adds to are no reason to drop what is compiled.
         options["guard_filter_fn"] = torch.compiler.skip_guard_on_globals_unsafe
         made = [(self._compiled, self._plain), (self._compiled_heads, self._plain_head)]
@@ -247,6 +244,14 @@ def _with_its_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
 
     tree_forward.__code__ = tree_forward.__code__.replace()
     return tree_forward
+
+
+def _options() -> dict[str, Any]:
+    """For the loops of compact weights: to multiply and add at once, and no more sums in one than registers hold."""
+    flag = "cpp.enable_floating_point_contract_flag"
+    # Earlier versions of torch know yes and no.
+    is_named = isinstance(torch._inductor.config.get_config_copy()[flag], str)
+    return {flag: "fast" if is_named else True, "max_fusion_size": 16}
 
 
 def _room(layer: DynamicLayer, nodes: int) -> tuple[Tensor, Tensor]:
