@@ -17,7 +17,7 @@ from .packed_layouts import PackedWeight
 # Outputs side by side: as many as a vector of AVX-512 holds.
 _LANES = 16
 # Rows of a product. With more, libraries are faster.
-_MOST_ROWS = 8
+_MOST_ROWS = 12
 # Values of a weight by which it is known again.
 _SAMPLES = 64
 # Inputs that share a grid in GGUF's files.

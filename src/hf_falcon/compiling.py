@@ -44,7 +44,7 @@ def compile_rounds(
     compiled. Pack weights before, not afterwards. Outputs differ by rounding.
 
     Of float32 weights that hold no more than bfloat16 does, or than a file of 4, 5 or 8 bits, compiled forwards of up
-    to eight tokens read a copy in one or two bytes a value, which takes up to half as much memory again. Where the
+    to twelve tokens read a copy in one or two bytes a value, which takes up to half as much memory again. Where the
     weights have changed since, rounds run uncompiled.
 
     Args:
