@@ -137,6 +137,21 @@ def test_text_equals_plain(target, backend, packed):
         # The LM head's, too.
         assert backend.ran > ran and backend.compiled == 6
         assert [vars(module).keys() for module in target.modules()] == before
+        rounds = compiled_rounds_of(target)
+    # What was compiled is kept, and no copy of the weights.
+    assert not rounds._compact
+    with hf_falcon.compiled_rounds(target, (1, 4, 8), compiled_by(backend)):
+        assert generate(target, tokens, drafter) == generate(target, tokens) and rounds._compact
+
+
+def test_an_lm_head_with_another_forward(target, backend):
+    """As offloading gives it: the decoder still runs compiled."""
+    head, drafter, tokens = target.lm_head, drafter_of(target), prompt(9)
+    head.forward = lambda states: torch.nn.functional.linear(states, head.weight) * 0.9
+    hf_falcon.compile_rounds(target, (1, 8), compiled_by(backend))
+    ran = backend.ran
+    assert generate(target, tokens, drafter) == generate(target, tokens)
+    assert backend.ran > ran and backend.compiled == 2
 
 
 def test_compiled_code_reads_them(target, backend, monkeypatch):

@@ -82,6 +82,9 @@ class CompiledRounds:
         self._compiled_heads: dict[int, Callable[..., Tensor]] = {}
         # What compiled code reads of linear layers in place of their weights.
         self._compact: dict[nn.Linear, CompactWeight] = {}
+        self._dtypes: dict[nn.Linear, torch.dtype] = {}
+        # Those that the layers have in the rounds that run now.
+        self._lent: dict[nn.Linear, CompactWeight] = {}
         config = decoder.config.get_text_config(decoder=True)
         heads = config.num_attention_heads
         self._group = heads // (getattr(config, "num_key_value_heads", None) or heads)
@@ -144,26 +147,28 @@ class CompiledRounds:
 
     def compact_weights(self) -> None:
         """Takes the weights of linear layers as they are now, in fewer bytes where their values allow that."""
-        before, self._compact = self._compact, {}
         # As blocks of float32, this is for the instructions that it was found faster with.
-        for linear in _linears_of(self._decoder, self._head) if blocks_pay() else ():
-            weight = before.get(linear)
-            if weight is None or not weight.is_of(linear.weight):
-                weight = compact(linear.weight)
-            if weight is not None:
-                self._compact[linear] = weight
-        if not _are_alike(before, self._compact):
+        found = {linear: compact(linear.weight) for linear in _linears_of(self._decoder, self._head) if blocks_pay()}
+        self._compact = {linear: weight for linear, weight in found.items() if weight is not None}
+        dtypes = {linear: weight.dtype for linear, weight in self._compact.items()}
+        if dtypes != self._dtypes:
             # Code that was compiled for others does not fit them.
             self.is_faster.clear()
+        self._dtypes = dtypes
+
+    def drop_weights(self) -> None:
+        """Undoes `compact_weights`; what was compiled stays."""
+        self._compact = {}
 
     def _enter(self) -> None:
         with self._lock:
             self._users += 1
             if self._users == 1:
                 self._decoder.forward = self._forward
-                if self._head in self._compact:
+                self._lent = self._compact
+                if self._head in self._lent:
                     vars(self._head)["forward"] = self._head_forward
-                for linear, weight in self._compact.items():
+                for linear, weight in self._lent.items():
                     vars(linear)["compact"] = weight
 
     def _leave(self) -> None:
@@ -171,9 +176,9 @@ class CompiledRounds:
             self._users -= 1
             if self._users == 0:
                 del self._decoder.forward
-                if self._head in self._compact:
+                if self._head in self._lent:
                     del vars(self._head)["forward"]
-                for linear in self._compact:
+                for linear in self._lent:
                     del vars(linear)["compact"]
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,20 +206,15 @@ class CompiledRounds:
         Whether no part of the decoder has hooks or another forward, which compiled code would pass over, and weights
         are those that it reads.
         """
-        own = all(
-            vars(part).get("forward", ours) == ours
-            for part, ours in ((self._decoder, self._forward), (self._head, self._head_forward))
-        )
+        own = vars(self._decoder).get("forward", self._forward) == self._forward
+        if self._head in self._compact:
+            own = own and vars(self._head).get("forward", self._head_forward) == self._head_forward
         inner = itertools.chain.from_iterable(part.modules() for part in self._decoder.children())
         return (
             own
             and not any("forward" in vars(module) or any(map(_acts, _hooks(module))) for module in inner)
             and all(weight.is_of(linear.weight) for linear, weight in self._compact.items())
         )
-
-
-def _are_alike(before: dict[nn.Linear, CompactWeight], after: dict[nn.Linear, CompactWeight]) -> bool:
-    return before.keys() == after.keys() and all(after[linear].dtype == before[linear].dtype for linear in before)
 
 
 def _linears_of(decoder: PreTrainedModel, head: nn.Module) -> Iterator[nn.Linear]:

@@ -40,8 +40,8 @@ def compile_rounds(
     """
     Compiles a target's forward for trees of a few sizes, by `torch.compile`, until [`uncompile_rounds`]. What
     `generate` does with a drafter then runs compiled where that is faster; all else runs as ever. It takes half a
-    minute to a minute a size, and less where `torch.compile` finds in its cache on disk what an earlier process
-    compiled. Pack weights before, not afterwards. Outputs differ by rounding.
+    minute to a minute and a half a size, and less where `torch.compile` finds in its cache on disk what an earlier
+    process compiled. Pack weights before, not afterwards. Outputs differ by rounding.
 
     Of float32 weights that hold no more than bfloat16 does, or than a file of 4, 5 or 8 bits, compiled forwards of up
     to twelve tokens read a copy in one or two bytes a value, which takes up to half as much memory again. Where the
@@ -96,7 +96,8 @@ def uncompile_rounds(target: PreTrainedModel) -> None:
     Args:
         target ([`PreTrainedModel`]): see [`compile_rounds`].
     """
-    compiled.pop(target, None)
+    if (rounds := compiled.pop(target, None)) is not None:
+        rounds.drop_weights()
 
 
 @contextmanager
