@@ -44,8 +44,8 @@ def compile_rounds(
     process compiled. Pack weights before, not afterwards. Outputs differ by rounding.
 
     Of float32 weights that hold no more than bfloat16 does, or than a file of 4, 5 or 8 bits, compiled forwards of up
-    to twelve tokens read a copy in one or two bytes a value, which takes up to half as much memory again. Where the
-    weights have changed since, rounds run uncompiled.
+    to twelve tokens read a copy in one or two bytes a value, with AVX-512 and MKL; it takes up to half as much memory
+    again. Where the weights have changed since, rounds run uncompiled: some values of each are compared in every call.
 
     Args:
         target ([`PreTrainedModel`]): the target, in evaluation mode.
