@@ -51,7 +51,7 @@ def main() -> None:
         if arguments.pack:
             stack.enter_context(packed_weights(target, drafter))
         if arguments.compile:
-            stack.enter_context(compiled_rounds(target, (1 + arguments.nodes,)))
+            stack.enter_context(compiled_rounds(target, (1 + arguments.nodes,), drafter=drafter))
         contexts = [Context(target, drafter, length) for length in arguments.lengths]
         for _ in range(arguments.turns):
             for context in contexts:

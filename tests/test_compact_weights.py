@@ -2,7 +2,6 @@
 """Weights in fewer bytes: the same values to the bit, or none; compiled rounds read them while they are current."""
 
 import copy
-import importlib
 import shutil
 
 import pytest
@@ -13,13 +12,11 @@ from test_compiled_rounds import Backend, compiled_by, drafter_of, generate
 from tiny_models import prompt, tiny_target
 
 import hf_falcon
-from hf_falcon import compact_weights, few_rows
+from hf_falcon import compact_linears, compact_weights, few_rows
 from hf_falcon.compact_weights import compact
 from hf_falcon.compiled_rounds import compiled_rounds_of
 from hf_falcon.packed_layouts import BlockLayout, PackedWeight
 
-# A function has its name in the package.
-compiled_rounds = importlib.import_module("hf_falcon.compiled_rounds")
 GRIDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 OUTPUTS, INPUTS = 48, 96
 
@@ -103,7 +100,7 @@ def test_changes_are_noticed(change):
 
 @pytest.fixture
 def backend(monkeypatch):
-    for module in (compiled_rounds, few_rows):
+    for module in (compact_linears, few_rows):
         monkeypatch.setattr(module, "blocks_pay", lambda: True)
     monkeypatch.setattr("hf_falcon.compiling._is_faster", _without_timing)
     return Backend()
@@ -131,7 +128,7 @@ def test_text_equals_plain(target, backend, packed):
     before = [vars(module).keys() for module in target.modules()]
     with hf_falcon.compiled_rounds(target, (1, 4, 8), compiled_by(backend)):
         linears = [module for module in target.modules() if isinstance(module, torch.nn.Linear)]
-        assert set(compiled_rounds_of(target)._compact) == set(linears)
+        assert all(each in compiled_rounds_of(target)._weights for each in linears)
         ran = backend.ran
         assert generate(target, tokens, drafter) == generate(target, tokens)
         # The LM head's, too.
@@ -139,9 +136,10 @@ def test_text_equals_plain(target, backend, packed):
         assert [vars(module).keys() for module in target.modules()] == before
         rounds = compiled_rounds_of(target)
     # What was compiled is kept, and no copy of the weights.
-    assert not rounds._compact
+    assert not any(each in rounds._weights for each in linears)
     with hf_falcon.compiled_rounds(target, (1, 4, 8), compiled_by(backend)):
-        assert generate(target, tokens, drafter) == generate(target, tokens) and rounds._compact
+        assert generate(target, tokens, drafter) == generate(target, tokens)
+        assert all(each in rounds._weights for each in linears)
 
 
 def test_an_lm_head_with_another_forward(target, backend):
@@ -160,7 +158,7 @@ def test_compiled_code_reads_them(target, backend, monkeypatch):
         found._codes.mul_(1.5)
         return found
 
-    monkeypatch.setattr(compiled_rounds, "compact", others)
+    monkeypatch.setattr(compact_linears, "compact", others)
     with pytest.raises(RuntimeError, match="rounds of 4 tokens give other values"):
         hf_falcon.compile_rounds(target, (4,), compiled_by(backend))
 

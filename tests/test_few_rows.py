@@ -118,12 +118,18 @@ def test_generation_scores_trees_by_blocks(rows, blocks_used):
     target = copy.deepcopy(tiny_target("llama"))
     assert kinds(target) == {nn.Linear} and linears_of(target)
     drafter = copy.deepcopy(tiny_drafter(target))
-    tokens = torch.cat([prompt(7, seed) for seed in range(rows)])
+    tokens = torch.cat([prompt(10, seed) for seed in range(rows)])
     options = {"max_new_tokens": 12, "do_sample": False}
     expected = target.generate(tokens, attention_mask=torch.ones_like(tokens), **options)
     assert not blocks_used
+    starts, used_by_target = [], []
+    target.register_forward_pre_hook(lambda *arguments: starts.append(len(blocks_used)))
+    target.register_forward_hook(lambda *arguments: used_by_target.extend(blocks_used[starts[-1] :]))
     drafter.generation_config.num_assistant_tokens = 8 // rows - 1
     output = target.generate(tokens, attention_mask=torch.ones_like(tokens), assistant_model=drafter, **options)
     assert output.tolist() == expected.tolist()
     # Not the prompt, which plain decoding reads by ordinary products.
-    assert blocks_used and set(blocks_used) <= set(range(4, 9)) and kinds(target) == {nn.Linear}
+    assert used_by_target and set(used_by_target) <= set(range(4, 9))
+    # The drafter's passes, too.
+    assert len(blocks_used) > len(used_by_target)
+    assert kinds(target) == kinds(drafter) == {nn.Linear}

@@ -6,8 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .configuration_falcon_draft import weights_fingerprint
@@ -41,9 +40,14 @@ class BorrowedHead:
             weight = weight[self.vocab_ids]
             bias = None if bias is None else bias[self.vocab_ids]
         dtype = dtype or drafter.norm.weight.dtype
-        self._weight = weight.detach().to(dtype)
-        self._bias = None if bias is None else bias.detach().to(dtype)
-        self.draft_vocab_size = self._weight.shape[0]
+        weight = weight.detach().to(dtype)
+        # The product, as a layer of its own.
+        size, hidden_size = weight.shape
+        self.linear = nn.Linear(hidden_size, size, bias=bias is not None, device="meta")
+        self.linear.weight = nn.Parameter(weight, requires_grad=False)
+        if bias is not None:
+            self.linear.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
+        self.draft_vocab_size = size
         self._scale = config.logit_scale
         self._softcap = config.logit_softcapping
 
@@ -63,8 +67,8 @@ class BorrowedHead:
             `torch.Tensor` of shape `(..., draft_vocab_size or vocab_size)`.
         """
         # As one matrix: a batch of strided rows would make the product copy the weight.
-        rows = features.reshape(-1, features.shape[-1]).to(self._weight.dtype)
-        logits = F.linear(rows, self._weight, self._bias).view(*features.shape[:-1], -1)
+        rows = features.reshape(-1, features.shape[-1]).to(self.linear.weight.dtype)
+        logits = self.linear(rows).view(*features.shape[:-1], -1)
         if self._scale != 1.0:
             logits = logits * self._scale
         if self._softcap is not None:

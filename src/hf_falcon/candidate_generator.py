@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -13,8 +15,10 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .borrowed_head import BorrowedHead
+from .compiled_rounds import compiled_passes_of
 from .draft_cache import DraftCache
 from .draft_options import DraftOptions
+from .few_rows import few_rows, linears_of
 from .modeling_falcon_draft import FalconDraftModel, LSTMState, additive_mask
 from .pace import Experience, Guess, Pace
 from .target import FeatureTap
@@ -63,7 +67,9 @@ class FalconCandidateGenerator(CandidateGenerator):
     ):
         self.drafter = drafter
         self.target = target
-        self.head = head or BorrowedHead(drafter, target)
+        self._passes = compiled_passes_of(drafter, target)
+        self.head = head or (self._passes and self._passes.head) or BorrowedHead(drafter, target)
+        self._linears = linears_of(drafter), linears_of(self.head.linear)
         self.options = options or DraftOptions.from_generation_config(drafter.generation_config)
         self._block_size = drafter.config.block_size
         self._device = drafter.device
@@ -166,7 +172,8 @@ class FalconCandidateGenerator(CandidateGenerator):
         tree_round = self._tree.start(max_depth)
         self.passes = 0
         if drafts and self._block_features is not None and max_depth > 0:
-            self._draft(tree_round, self._grow(tree_round, self._block_features, root, 0, pace), pace)
+            with self._few_rows():
+                self._draft(tree_round, self._grow(tree_round, self._block_features, root, 0, pace), pace)
         if guess is not None and isinstance(tree_round, DynamicRound):
             tree_round.add_path(*guess)
         return tree_round
@@ -190,12 +197,11 @@ class FalconCandidateGenerator(CandidateGenerator):
             before = torch.ones(width * size, base, dtype=torch.bool, device=self._device)
             positions = self._first_position + base + depth + torch.arange(size, device=self._device)
             ends = torch.arange(width * size, device=self._device) // size * size + size - 1
-            predicted = self.drafter.decode(
+            predicted = self._decode(
                 fused.reshape(1, width * size, -1),
                 ends[None],
                 positions.repeat(width)[None],
                 additive_mask(torch.cat((before, inside), dim=1), fused.dtype)[None, None],
-                self._cache,
             ).view(width, size, -1)
             self._cache.advance(width * size)
             depth += size
@@ -233,6 +239,19 @@ class FalconCandidateGenerator(CandidateGenerator):
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """See [`~transformers.generation.candidate_generator.CandidateGenerator`]; nothing is adapted."""
 
+    @contextmanager
+    def _few_rows(self) -> Iterator[None]:
+        """Inside, products of a few rows are faster in float32."""
+        with few_rows(self.drafter, self._linears[0]), few_rows(self.head.linear, self._linears[1]):
+            yield
+
+    def _decode(self, fused: Tensor, ends: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
+        """See [`FalconDraftModel.decode`]; of this sequence, compiled where it may be."""
+        with self._few_rows():
+            if self._passes is None:
+                return self.drafter.decode(fused, ends, position_ids, mask, self._cache)
+            return self._passes.decode(self.drafter, fused, ends, position_ids, mask, self._cache)
+
     def _build_tree(self) -> StaticTree | DynamicTree:
         options = self.options
         nodes, depth = options.num_assistant_tokens, options.num_draft_passes * self._block_size
@@ -257,12 +276,11 @@ class FalconCandidateGenerator(CandidateGenerator):
         before = torch.ones(count, start, dtype=torch.bool, device=self._device)
         visible = torch.cat((before, blocks[:, None] >= blocks[None]), dim=1)
         ends = count - 1 + (blocks + 1) * size
-        predicted = self.drafter.decode(
+        predicted = self._decode(
             rows,
             ends[None],
             (self._first_position + start + places)[None],
             additive_mask(visible, rows.dtype)[None, None],
-            self._cache,
         )
         self._cache.advance(count)
         return predicted

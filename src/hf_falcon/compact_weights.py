@@ -47,7 +47,7 @@ class CompactWeight:
     """
 
     def __init__(self, weight: Tensor, codes: Tensor, grid: tuple[Tensor, Tensor] | None = None):
-        self._weight, self._sample = weakref.ref(weight), _sample_of(weight).clone()
+        self._weight, self._sample = weakref.ref(weight), sample_of(weight).clone()
         self._codes = _in_lanes(codes)
         self._grid = None if grid is None else (_in_lanes(grid[0]), _in_lanes(grid[1]))
 
@@ -83,7 +83,7 @@ class CompactWeight:
         """
         if self._weight() is not weight:
             return False
-        sample = _sample_of(weight)
+        sample = sample_of(weight)
         return sample.dtype == self._sample.dtype and torch.equal(sample, self._sample)
 
 
@@ -134,7 +134,7 @@ def _in_lanes(values: Tensor) -> Tensor:
     return values.unflatten(0, (-1, _LANES)).permute(0, 2, 3, 1).contiguous()
 
 
-def _sample_of(weight: Tensor) -> Tensor:
+def sample_of(weight: Tensor) -> Tensor:
     """Some values of a weight, of changing columns. A packed one does not change."""
     if isinstance(weight, PackedWeight):
         return torch.empty(0)

@@ -19,11 +19,11 @@ from transformers import Cache, CompileConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import output_capturing
 
-from .compact_weights import CompactWeight, compact
-from .few_rows import linears_of
+from .compact_linears import CompactLinears
+from .compiled_code import CompiledCode
+from .compiled_passes import CompiledPasses
 from .grouped_attention import form_ahead
-from .packed_layouts import blocks_pay
-from .packing import PackedLinear
+from .modeling_falcon_draft import FalconDraftModel
 
 
 class TreeRows(DynamicLayer):
@@ -78,13 +78,13 @@ class CompiledRounds:
         self._head = head
         self._config = compile_config
         # One graph a size; kernels for any number of rows are slower.
-        self._compiled: dict[int, Callable[..., Any]] = {}
-        self._compiled_heads: dict[int, Callable[..., Tensor]] = {}
-        # What compiled code reads of linear layers in place of their weights.
-        self._compact: dict[nn.Linear, CompactWeight] = {}
-        self._dtypes: dict[nn.Linear, torch.dtype] = {}
-        # Those that the layers have in the rounds that run now.
-        self._lent: dict[nn.Linear, CompactWeight] = {}
+        self._compiled: dict[int, CompiledCode] = {}
+        self._compiled_heads: dict[int, CompiledCode] = {}
+        self._weights = CompactLinears()
+        # The passes of drafters that draft for it: those in use, and all that were compiled, by what they are for.
+        self.passes: weakref.WeakKeyDictionary[FalconDraftModel, CompiledPasses] = weakref.WeakKeyDictionary()
+        self.made: weakref.WeakKeyDictionary[FalconDraftModel, dict[tuple[object, ...], CompiledPasses]]
+        self.made = weakref.WeakKeyDictionary()
         config = decoder.config.get_text_config(decoder=True)
         heads = config.num_attention_heads
         self._group = heads // (getattr(config, "num_key_value_heads", None) or heads)
@@ -118,7 +118,8 @@ class CompiledRounds:
                     torch._dynamo.maybe_mark_dynamic(form, 3)
         self._enter()
         try:
-            yield
+            with self._weights.lent():
+                yield
         finally:
             here.cache = None
             self._leave()
@@ -126,60 +127,38 @@ class CompiledRounds:
     @contextmanager
     def compiling(self, size: int) -> Iterator[None]:
         """Inside, a forward of `size` tokens is compiled; elsewhere nothing is."""
-        config = self._config.to_dict() | {"fullgraph": True, "dynamic": False}
-        mode, options = config.pop("mode"), dict(config.pop("options") or {})
-        if config["backend"] == "inductor":
-            if mode not in (None, "default"):
-                # torch takes a mode or options, and these are what a mode stands for.
-                options = torch._inductor.list_mode_options(mode) | options
-            options = _options() | options
-        # Tables of transformers' that any other model adds to are no reason to drop what is compiled.
-        options["guard_filter_fn"] = torch.compiler.skip_guard_on_globals_unsafe
-        made = [(self._compiled, self._plain), (self._compiled_heads, self._plain_head)]
-        for compiled, forward in made:
-            compiled[size] = torch.compile(_with_its_own_code(forward), **config, options=options)
-        try:
+        self._compiled[size] = CompiledCode(self._plain, self._config)
+        self._compiled_heads[size] = CompiledCode(self._plain_head, self._config)
+        with self._compiled[size].compiling(), self._compiled_heads[size].compiling():
             yield
-        finally:
-            # Where a round differs from what was compiled for it runs uncompiled.
-            for compiled, _ in made:
-                compiled[size] = torch._dynamo.run(compiled[size])
 
     def compact_weights(self) -> None:
         """Takes the weights of linear layers as they are now, in fewer bytes where their values allow that."""
-        # As blocks of float32, this is for the instructions that it was found faster with.
-        found = {linear: compact(linear.weight) for linear in _linears_of(self._decoder, self._head) if blocks_pay()}
-        self._compact = {linear: weight for linear, weight in found.items() if weight is not None}
-        dtypes = {linear: weight.dtype for linear, weight in self._compact.items()}
-        if dtypes != self._dtypes:
-            # Code that was compiled for others does not fit them.
+        if self._weights.take(self._decoder, self._head):
             self.is_faster.clear()
-        self._dtypes = dtypes
 
     def drop_weights(self) -> None:
-        """Undoes `compact_weights`; what was compiled stays."""
-        self._compact = {}
+        """Undoes `compact_weights`, and takes drafters' passes out of use; what was compiled stays."""
+        self._weights.drop()
+        for passes in self.passes.values():
+            passes.drop()
+        self.passes.clear()
 
     def _enter(self) -> None:
         with self._lock:
             self._users += 1
             if self._users == 1:
                 self._decoder.forward = self._forward
-                self._lent = self._compact
-                if self._head in self._lent:
+                if self._head in self._weights:
                     vars(self._head)["forward"] = self._head_forward
-                for linear, weight in self._lent.items():
-                    vars(linear)["compact"] = weight
 
     def _leave(self) -> None:
         with self._lock:
             self._users -= 1
             if self._users == 0:
                 del self._decoder.forward
-                if self._head in self._lent:
+                if vars(self._head).get("forward") == self._head_forward:
                     del vars(self._head)["forward"]
-                for linear in self._lent:
-                    del vars(linear)["compact"]
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         cache, nodes = self._here.cache, self._here.nodes
@@ -207,21 +186,14 @@ class CompiledRounds:
         are those that it reads.
         """
         own = vars(self._decoder).get("forward", self._forward) == self._forward
-        if self._head in self._compact:
+        if self._head in self._weights:
             own = own and vars(self._head).get("forward", self._head_forward) == self._head_forward
         inner = itertools.chain.from_iterable(part.modules() for part in self._decoder.children())
         return (
             own
             and not any("forward" in vars(module) or any(map(_acts, _hooks(module))) for module in inner)
-            and all(weight.is_of(linear.weight) for linear, weight in self._compact.items())
+            and self._weights.are_current
         )
-
-
-def _linears_of(decoder: PreTrainedModel, head: nn.Module) -> Iterator[nn.Linear]:
-    """Linear layers that look for a compact weight, each once."""
-    for model in (decoder, head):
-        yield from linears_of(model)
-        yield from (module for module in model.modules() if isinstance(module, PackedLinear))
 
 
 def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
@@ -231,27 +203,6 @@ def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
 def _acts(hook: Callable[..., Any]) -> bool:
     """Those of transformers are there once a call has asked for layers' outputs, and are for such calls alone."""
     return getattr(hook, "__module__", None) != output_capturing.__name__
-
-
-def _with_its_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """
-    A function that `torch.compile` compiles apart from others: it keeps what it compiled with the code, of which it
-    takes a few versions only, and all models of transformers have the outermost code of their forwards in common.
-    """
-
-    def tree_forward(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **kwargs)
-
-    tree_forward.__code__ = tree_forward.__code__.replace()
-    return tree_forward
-
-
-def _options() -> dict[str, Any]:
-    """For the loops of compact weights: to multiply and add at once, and no more sums in one than registers hold."""
-    flag = "cpp.enable_floating_point_contract_flag"
-    # Earlier versions of torch know yes and no.
-    is_named = isinstance(torch._inductor.config.get_config_copy()[flag], str)
-    return {flag: "fast" if is_named else True, "max_fusion_size": 16}
 
 
 def _room(layer: DynamicLayer, nodes: int) -> tuple[Tensor, Tensor]:
@@ -271,3 +222,10 @@ def compiled_rounds_of(model: PreTrainedModel) -> CompiledRounds | None:
     """Those of a target, where it has any and nothing stands in their way."""
     rounds = compiled.get(model)
     return rounds if rounds is not None and rounds.are_exact else None
+
+
+def compiled_passes_of(drafter: FalconDraftModel, target: PreTrainedModel) -> CompiledPasses | None:
+    """Those of a drafter for a target, where they are compiled and nothing stands in their way."""
+    rounds = compiled.get(target)
+    passes = None if rounds is None else rounds.passes.get(drafter)
+    return passes if passes is not None and passes.are_of(drafter, target) else None

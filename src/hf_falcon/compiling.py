@@ -1,12 +1,12 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Compiling a target's rounds ahead of time: which sizes, whether it pays, and whether values stay the same."""
+"""Compiling rounds ahead of time: which sizes, whether it pays, and whether values stay the same."""
 
 from __future__ import annotations
 
 import math
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -14,7 +14,13 @@ from torch import Tensor
 from transformers import CompileConfig, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
+from .borrowed_head import BorrowedHead, check_target
+from .compiled_passes import CompiledHead, CompiledPasses
 from .compiled_rounds import CompiledRounds, compiled
+from .draft_cache import DraftCache
+from .draft_options import DraftOptions
+from .few_rows import few_rows, linears_of
+from .modeling_falcon_draft import FalconDraftModel
 from .packing import is_packed
 from .target import TargetRun, decoder_of, why_no_tree
 
@@ -35,13 +41,16 @@ _made = weakref.WeakKeyDictionary()
 
 @torch.no_grad()
 def compile_rounds(
-    target: PreTrainedModel, sizes: Sequence[int] = SIZES, compile_config: CompileConfig | None = None
+    target: PreTrainedModel,
+    sizes: Sequence[int] = SIZES,
+    compile_config: CompileConfig | None = None,
+    drafter: FalconDraftModel | None = None,
 ) -> list[int]:
     """
-    Compiles a target's forward for trees of a few sizes, by `torch.compile`, until [`uncompile_rounds`]. What
-    `generate` does with a drafter then runs compiled where that is faster; all else runs as ever. It takes half a
-    minute to a minute and a half a size, and less where `torch.compile` finds in its cache on disk what an earlier
-    process compiled. Pack weights before, not afterwards. Outputs differ by rounding.
+    Compiles a target's forward for trees of a few sizes, and a drafter's passes, by `torch.compile`, until
+    [`uncompile_rounds`]. What `generate` does with a drafter then runs compiled where that is faster; all else runs as
+    ever. It takes half a minute to a minute and a half a size, and less where `torch.compile` finds in its cache on
+    disk what an earlier process compiled. Pack weights before, not afterwards. Outputs differ by rounding.
 
     Of float32 weights that hold no more than bfloat16 does, or than a file of 4, 5 or 8 bits, compiled forwards of up
     to twelve tokens read a copy in one or two bytes a value, with AVX-512 and MKL; it takes up to half as much memory
@@ -53,17 +62,22 @@ def compile_rounds(
             Smaller trees are filled up to one of these, larger ones run uncompiled.
         compile_config ([`CompileConfig`], *optional*): backend, mode and options for `torch.compile`; `fullgraph` and
             `dynamic` are given.
+        drafter ([`FalconDraftModel`], *optional*): a drafter for this target. Its passes are compiled for as many
+            paths as its options have a pass extend (`draft_width`).
 
     Returns:
         `list[int]`: the sizes for which compiled forwards are faster, and are used.
 
     Raises:
-        `ValueError`: for sizes that are none, and for a target whose forward cannot be compiled, with the reason.
+        `ValueError`: for sizes that are none, for a target whose forward cannot be compiled, with the reason, and for
+            a drafter that was made for another target.
         `RuntimeError`: if `torch.compile` fails, for want of a C++ compiler for example. All is as before then.
     """
     sizes = sorted({*sizes})
     if not sizes or not all(type(size) is int and 1 <= size <= _LARGEST for size in sizes):
         raise ValueError(f"`sizes` is {sizes!r}: give some integers of at least 1 and at most {_LARGEST}.")
+    if drafter is not None:
+        check_target(drafter, target)
     uncompile_rounds(target)
     config = compile_config or CompileConfig(mode="default")
     # Whoever packs weights and compiles around every call compiles in the first one only.
@@ -85,6 +99,8 @@ def compile_rounds(
     rounds.sizes = [size for size in sizes if rounds.is_faster[size]]
     if not rounds.sizes:
         logger.warning_once(f"Compiled rounds of {sizes} tokens are not faster than others here: none are used.")
+    if drafter is not None:
+        _compile_passes(rounds, target, drafter, config)
     compiled[target] = rounds
     return list(rounds.sizes)
 
@@ -102,24 +118,27 @@ def uncompile_rounds(target: PreTrainedModel) -> None:
 
 @contextmanager
 def compiled_rounds(
-    target: PreTrainedModel, sizes: Sequence[int] = SIZES, compile_config: CompileConfig | None = None
+    target: PreTrainedModel,
+    sizes: Sequence[int] = SIZES,
+    compile_config: CompileConfig | None = None,
+    drafter: FalconDraftModel | None = None,
 ) -> Iterator[list[int]]:
     """
     Compiles a target's rounds as [`compile_rounds`] does, inside a `with` statement:
 
     ```python
-    with hf_falcon.packed_weights(target, drafter), hf_falcon.compiled_rounds(target):
+    with hf_falcon.packed_weights(target, drafter), hf_falcon.compiled_rounds(target, drafter=drafter):
         target.generate(**inputs, assistant_model=drafter)
     ```
 
     Args:
-        target, sizes, compile_config: see [`compile_rounds`].
+        target, sizes, compile_config, drafter: see [`compile_rounds`].
 
     Returns:
         A context manager; what it gives is what [`compile_rounds`] returns.
     """
     try:
-        yield compile_rounds(target, sizes, compile_config)
+        yield compile_rounds(target, sizes, compile_config, drafter)
     finally:
         uncompile_rounds(target)
 
@@ -141,35 +160,114 @@ def _run(target: PreTrainedModel, length: int) -> TargetRun:
 def _is_faster(rounds: CompiledRounds, runs: list[TargetRun], size: int) -> bool:
     """Compiles a size, and compares compiled forwards with others: their values, and how long they take."""
     rounds.sizes = [size]
-    try:
-        with rounds.compiling(size):
-            _logits(runs[0], size, rounds)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise RuntimeError(
-            f"`torch.compile` could not compile rounds of {size} tokens: generate without `compile_rounds`, or see "
-            f"what it says: {type(error).__name__}: {reason}"
-        ) from error
+    subject = f"rounds of {size} tokens"
+    with _failures_named(subject), rounds.compiling(size):
+        _logits(runs[0], size, rounds)
     for run in runs:
-        expected = _logits(run, size, None)
-        change = (_logits(run, size, rounds) - expected).abs().max() / expected.abs().max()
-        if not change < _ROUNDING[expected.dtype]:
-            raise RuntimeError(
-                f"Compiled rounds of {size} tokens give other values (logits change by {change:.1e} of the greatest): "
-                "generate without `compile_rounds`."
-            )
-    took: dict[CompiledRounds | None, float] = {}
-    for _ in range(_TURNS):
-        for way in (None, rounds):
-            start = time.perf_counter()
-            _logits(runs[-1], size, way)
-            if expected.device.type == "cuda":
-                torch.cuda.synchronize(expected.device)
-            took[way] = min(took.get(way, math.inf), time.perf_counter() - start)
-    return took[rounds] < took[None]
+        _check_values(subject, _logits(run, size, rounds), _logits(run, size, None))
+    return _takes_less(
+        lambda: _logits(runs[-1], size, rounds), lambda: _logits(runs[-1], size, None), runs[-1].model.device
+    )
 
 
 def _logits(run: TargetRun, size: int, rounds: CompiledRounds | None) -> Tensor:
     """Those of a tree of `size` tokens, compiled or not."""
     run.compiled = rounds
     return run.rehearse(size - 1)
+
+
+def _compile_passes(
+    rounds: CompiledRounds, target: PreTrainedModel, drafter: FalconDraftModel, config: CompileConfig
+) -> None:
+    """Compiles a drafter's passes, and puts them in use where they are faster."""
+    width = DraftOptions.from_generation_config(drafter.generation_config).draft_width
+    rows = width * drafter.config.block_size
+    made = rounds.made.setdefault(drafter, {})
+    passes = made.setdefault((is_packed(drafter), drafter.dtype, drafter.device, rows), CompiledPasses(rows, config))
+    head = passes.take(drafter, target)
+    if passes.is_faster is None:
+        passes.is_faster = _are_faster(passes, drafter, head)
+    if passes.is_faster:
+        rounds.passes[drafter] = passes
+    else:
+        passes.drop()
+
+
+def _are_faster(passes: CompiledPasses, drafter: FalconDraftModel, head: CompiledHead) -> bool:
+    """Compiles passes, and compares compiled ones with others, as [`_is_faster`] does."""
+    rehearsals = [PassRehearsal(passes, drafter, head, length) for length in _CONTEXTS]
+    subject = f"draft passes of {passes.rows} rows"
+    with _failures_named(subject), passes.compiling():
+        rehearsals[0].run(is_compiled=True)
+    for each in rehearsals:
+        _check_values(subject, each.run(is_compiled=True), each.run(is_compiled=False))
+    last = rehearsals[-1]
+    return _takes_less(lambda: last.run(is_compiled=True), lambda: last.run(is_compiled=False), drafter.device)
+
+
+class PassRehearsal:
+    """
+    A pass of no meaning.
+
+    Args:
+        passes ([`CompiledPasses`]): of the drafter.
+        drafter ([`FalconDraftModel`]): the drafter.
+        head ([`CompiledHead`]): its head.
+        length (`int`): positions that it has seen.
+    """
+
+    def __init__(self, passes: CompiledPasses, drafter: FalconDraftModel, head: CompiledHead, length: int):
+        self._passes, self._drafter, self._head = passes, drafter, head
+        self._linears = linears_of(drafter), linears_of(head.linear)
+        self._cache = DraftCache(drafter.config.num_hidden_layers)
+        drafter.decode(*self._inputs(length), self._cache)
+        self._cache.advance(length)
+
+    def run(self, is_compiled: bool) -> Tensor:
+        """Logits of all its rows."""
+        inputs = self._inputs(self._passes.rows)
+        with few_rows(self._drafter, self._linears[0]), few_rows(self._head.linear, self._linears[1]):
+            if is_compiled:
+                return self._head.logits(self._passes.decode(self._drafter, *inputs, self._cache))
+            return BorrowedHead.logits(self._head, self._drafter.decode(*inputs, self._cache))
+
+    def _inputs(self, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        drafter = self._drafter
+        size, places = drafter.config.hidden_size, torch.arange(rows, device=drafter.device)
+        fused = torch.arange(rows * size, device=drafter.device).float().sin().view(1, rows, size).to(drafter.dtype)
+        mask = torch.zeros(1, 1, rows, self._cache.length + rows, dtype=drafter.dtype, device=drafter.device)
+        return fused, places[None], places[None], mask
+
+
+@contextmanager
+def _failures_named(subject: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RuntimeError(
+            f"`torch.compile` could not compile {subject}: generate without `compile_rounds`, or see what it says: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
+
+
+def _check_values(subject: str, found: Tensor, expected: Tensor) -> None:
+    change = (found - expected).abs().max() / expected.abs().max()
+    if not change < _ROUNDING[expected.dtype]:
+        raise RuntimeError(
+            f"Compiled {subject} give other values (logits change by {change:.1e} of the greatest): generate without "
+            "`compile_rounds`."
+        )
+
+
+def _takes_less(first: Callable[[], object], second: Callable[[], object], device: torch.device) -> bool:
+    """Which of two is faster, each timed some times in turns."""
+    took = [math.inf, math.inf]
+    for _ in range(_TURNS):
+        for place, call in enumerate((first, second)):
+            start = time.perf_counter()
+            call()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            took[place] = min(took[place], time.perf_counter() - start)
+    return took[0] < took[1]

@@ -39,6 +39,25 @@ class DraftCache:
         value_buffer[:, :, self.length : end] = values
         return key_buffer[:, :, :end], value_buffer[:, :, :end]
 
+    def room(self, rows: int) -> list[tuple[Tensor, Tensor]] | None:
+        """
+        Where a pass may write its rows by itself, in place of `update`; `None` before the first pass.
+
+        Args:
+            rows (`int`): rows of the pass.
+
+        Returns:
+            For each layer, views as those of `update`, of which the last `rows` rows have any values.
+        """
+        end, layers = self.length + rows, []
+        for layer, (keys, values) in enumerate(zip(self._keys, self._values)):
+            if keys is None or values is None:
+                return None
+            self._keys[layer] = keys = self._fit(keys, keys, end)
+            self._values[layer] = values = self._fit(values, values, end)
+            layers.append((keys[:, :, :end], values[:, :, :end]))
+        return layers
+
     def advance(self, rows: int) -> None:
         """Keeps the rows that every layer has just written."""
         self.length += rows

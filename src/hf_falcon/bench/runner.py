@@ -119,11 +119,11 @@ class Benchmark:
     def _models_of(self, method: str) -> Iterator[None]:
         """The models as a method wants them, while it runs."""
         with ExitStack() as stack:
+            drafter = self._methods[method].get("assistant_model")
             if method in PACKED:
-                drafter = self._methods[method].get("assistant_model")
                 stack.enter_context(packed_weights(self._target, *([drafter] if drafter is not None else [])))
             if method in COMPILED:
-                stack.enter_context(compiled_rounds(self._target))
+                stack.enter_context(compiled_rounds(self._target, drafter=drafter))
             yield
 
     def _generate(self, method: str, inputs: dict[str, Tensor]) -> Any:

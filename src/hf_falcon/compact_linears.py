@@ -1,0 +1,78 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""The compact weights of a model's linear layers, which have them while compiled code runs and at no other time."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from .compact_weights import CompactWeight, compact
+from .few_rows import linears_of
+from .packed_layouts import blocks_pay
+from .packing import PackedLinear
+
+
+class CompactLinears:
+    """Linear layers, and what compiled code reads of them in place of their weights."""
+
+    def __init__(self) -> None:
+        self._weights: dict[nn.Linear, CompactWeight] = {}
+        self._dtypes: list[torch.dtype | None] = []
+        # Those that the layers have now.
+        self._lent: dict[nn.Linear, CompactWeight] = {}
+        self._lock = threading.Lock()
+        self._users = 0
+
+    def __contains__(self, linear: object) -> bool:
+        return linear in self._weights
+
+    def take(self, *models: nn.Module) -> bool:
+        """
+        Takes the weights of models as they are now, where their values allow that.
+
+        Returns:
+            `bool`: whether code that was compiled before does not fit them.
+        """
+        # As blocks of float32, this is for the instructions that it was found faster with.
+        found = {linear: compact(linear.weight) for linear in _linears_of(*models) if blocks_pay()}
+        self._weights = {linear: weight for linear, weight in found.items() if weight is not None}
+        before, self._dtypes = self._dtypes, [None if weight is None else weight.dtype for weight in found.values()]
+        return self._dtypes != before
+
+    def drop(self) -> None:
+        """Undoes `take`."""
+        self._weights = {}
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Inside, the layers have them; other threads may lend them meanwhile."""
+        with self._lock:
+            self._users += 1
+            if self._users == 1:
+                self._lent = self._weights
+                for linear, weight in self._lent.items():
+                    vars(linear)["compact"] = weight
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    for linear in self._lent:
+                        del vars(linear)["compact"]
+
+    @property
+    def are_current(self) -> bool:
+        """Whether the layers' weights are still what was taken; see [`CompactWeight.is_of`]."""
+        return all(weight.is_of(linear.weight) for linear, weight in self._weights.items())
+
+
+def _linears_of(*models: nn.Module) -> Iterator[nn.Linear]:
+    """Linear layers that look for a compact weight."""
+    for model in models:
+        yield from linears_of(model)
+        yield from (module for module in model.modules() if isinstance(module, PackedLinear))

@@ -1,0 +1,164 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""A drafter's passes, compiled for a few rows: of what a pass takes, most is the interpreter and small operations."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import CompileConfig, PreTrainedModel
+
+from .borrowed_head import BorrowedHead
+from .compact_linears import CompactLinears
+from .compact_weights import sample_of
+from .compiled_code import CompiledCode
+from .draft_cache import DraftCache
+from .modeling_falcon_draft import FalconDraftModel
+
+
+class PassRows:
+    """
+    What a compiled pass has as its cache: all rows of each layer, of which it writes the last.
+
+    Args:
+        layers (list of two `torch.Tensor` of shape `(1, kv_heads, cached + rows, head_dim)`): keys and values.
+        rows (`int`): rows of the pass.
+    """
+
+    def __init__(self, layers: list[tuple[Tensor, Tensor]], rows: int):
+        self._layers, self._rows = layers, rows
+
+    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """See [`DraftCache.update`]."""
+        all_keys, all_values = self._layers[layer]
+        all_keys[:, :, -self._rows :] = keys
+        all_values[:, :, -self._rows :] = values
+        return all_keys, all_values
+
+
+class CompiledPasses:
+    """
+    The passes of a drafter for one target, compiled for a number of rows: its decoder layers, and the logits.
+
+    Args:
+        rows (`int`): how many; passes of fewer are filled up, and those of more run as they are.
+        compile_config ([`CompileConfig`]): backend, mode and options for `torch.compile`.
+    """
+
+    def __init__(self, rows: int, compile_config: CompileConfig):
+        self.rows = rows
+        # Whether they are faster than passes that are not compiled; `None` before that was tried.
+        self.is_faster: bool | None = None
+        # Embedding and LM head for many calls of `generate`; `None` while they are not in use.
+        self.head: CompiledHead | None = None
+        self._config = compile_config
+        self._weights = CompactLinears()
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Inside, a pass is compiled; elsewhere none is."""
+        self._decode, self._logits = CompiledCode(_decode, self._config), CompiledCode(_logits, self._config)
+        with self._decode.compiling(), self._logits.compiling():
+            yield
+
+    def take(self, drafter: FalconDraftModel, target: PreTrainedModel) -> CompiledHead:
+        """Takes the weights of a drafter and its target's LM head as they are now."""
+        self.head = head = CompiledHead(drafter, target, self)
+        if self._weights.take(drafter, head.linear):
+            self.is_faster = None
+        return head
+
+    def drop(self) -> None:
+        """Undoes `take`; what was compiled stays."""
+        self.head = None
+        self._weights.drop()
+
+    def are_of(self, drafter: FalconDraftModel, target: PreTrainedModel) -> bool:
+        """Whether these are still the weights of both; see [`CompactWeight.is_of`]."""
+        return self.head is not None and self.head.is_of(drafter, target) and self._weights.are_current
+
+    def decode(
+        self,
+        drafter: FalconDraftModel,
+        fused: Tensor,
+        ends: Tensor,
+        position_ids: Tensor,
+        mask: Tensor,
+        cache: DraftCache,
+    ) -> Tensor:
+        """See [`FalconDraftModel.decode`]; of one sequence."""
+        count, missing = fused.shape[1], self.rows - fused.shape[1]
+        layers = cache.room(self.rows) if missing >= 0 else None
+        if layers is None:
+            return drafter.decode(fused, ends, position_ids, mask, cache)
+        if missing:
+            fused, position_ids = F.pad(fused, (0, 0, 0, missing)), F.pad(position_ids, (0, missing))
+            ends = torch.cat((ends, torch.arange(count, self.rows, device=ends.device)[None]), dim=1)
+            # No row sees these, and they see all that is there.
+            mask = F.pad(F.pad(mask, (0, missing), value=torch.finfo(mask.dtype).min), (0, 0, 0, missing))
+        # Lengths alone change from pass to pass.
+        torch._dynamo.maybe_mark_dynamic(mask, 3)
+        for states in (states for layer in layers for states in layer):
+            torch._dynamo.maybe_mark_dynamic(states, 2)
+        with self._weights.lent():
+            predicted = self._decode(drafter, fused, ends, position_ids, mask, PassRows(layers, self.rows))
+        return predicted[:, :count]
+
+    def logits(self, head: CompiledHead, features: Tensor) -> Tensor | None:
+        """Those of [`BorrowedHead.logits`], of shape `(rows, draft_vocab_size)`; `None` for too many rows."""
+        rows = features.reshape(-1, features.shape[-1])
+        missing = self.rows - rows.shape[0]
+        if missing < 0:
+            return None
+        with self._weights.lent():
+            return self._logits(head, F.pad(rows, (0, 0, 0, missing)))[: rows.shape[0]]
+
+
+class CompiledHead(BorrowedHead):
+    """
+    A [`BorrowedHead`] whose logits of a few rows are compiled.
+
+    Args:
+        drafter, target: see [`BorrowedHead`].
+        passes ([`CompiledPasses`]): where the compiled code is.
+    """
+
+    def __init__(self, drafter: FalconDraftModel, target: PreTrainedModel, passes: CompiledPasses):
+        super().__init__(drafter, target)
+        self._passes = passes
+        weight = _head_weight(target)
+        self._source, self._sample = weakref.ref(weight), sample_of(weight).clone()
+
+    def is_of(self, drafter: FalconDraftModel, target: PreTrainedModel) -> bool:
+        """Whether this is still the head that the drafter would borrow, as far as some of its values tell."""
+        source, mine = _head_weight(target), self.linear.weight
+        return (
+            self._source() is source
+            and (mine.dtype, mine.device) == (drafter.norm.weight.dtype, source.device)
+            and torch.equal(sample_of(source), self._sample)
+        )
+
+    def logits(self, features: Tensor) -> Tensor:
+        """See [`BorrowedHead.logits`]."""
+        logits = self._passes.logits(self, features)
+        return super().logits(features) if logits is None else logits.view(*features.shape[:-1], -1)
+
+
+def _head_weight(target: PreTrainedModel) -> Tensor:
+    head: Any = target.get_output_embeddings()
+    return head.weight
+
+
+def _decode(
+    drafter: FalconDraftModel, fused: Tensor, ends: Tensor, position_ids: Tensor, mask: Tensor, rows: PassRows
+) -> Tensor:
+    return drafter.decode(fused, ends, position_ids, mask, rows)
+
+
+def _logits(head: BorrowedHead, rows: Tensor) -> Tensor:
+    return BorrowedHead.logits(head, rows)
