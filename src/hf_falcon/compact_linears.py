@@ -63,7 +63,8 @@ class CompactLinears:
                 self._users -= 1
                 if self._users == 0:
                     for linear in self._lent:
-                        del vars(linear)["compact"]
+                        # Another target's passes of the same drafter may have taken theirs away already.
+                        vars(linear).pop("compact", None)
 
     @property
     def are_current(self) -> bool:
