@@ -10,7 +10,7 @@ side.
 Hardware: two CPU cores, after `make setup`.
 Minutes: ready in some ten seconds.
 Expected: one text in both columns, the drafted one sooner. With `--dtype bfloat16` both are faster, and near-ties can
-part them.
+part them. `--pack` makes both columns faster, `--compile` the drafted one, after some minutes at the start.
 
 The model "plain" decodes without the drafter. An answer is greedy unless `temperature` is above 0. One is written at a
 time, others wait. There are no users or passwords here: listen on 127.0.0.1 only, or behind something that has them.
@@ -25,6 +25,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 from transformers import set_seed
 
+import hf_falcon
 from hf_falcon.commands.generate import Reply
 from hf_falcon.commands.models import load_drafter, load_target
 
@@ -166,10 +167,17 @@ def main():
     parser.add_argument("--target", help="target, from the Hub or a folder; the demo's if left out")
     parser.add_argument("--drafter", help="drafter, from the Hub or a folder; the demo's if left out")
     parser.add_argument("--dtype", default="float32", help="float32, bfloat16 or auto (the fastest on the device)")
+    parser.add_argument("--pack", action="store_true", help="pack the weights of both, for a CPU")
+    parser.add_argument("--compile", action="store_true", help="compile rounds first, which takes minutes")
     parser.add_argument("--port", type=int, default=8000)
     arguments = parser.parse_args()
     target, tokenizer = load_target(arguments.target, arguments.dtype)
     drafter = load_drafter(arguments.drafter, arguments.dtype)
+    if arguments.pack:
+        hf_falcon.pack_weights(target)
+        hf_falcon.pack_weights(drafter)
+    if arguments.compile:
+        hf_falcon.compile_rounds(target, drafter=drafter)
     # The first call of a drafter measures the machine.
     inputs = tokenizer("Hello", return_tensors="pt").to(target.device)
     target.generate(**inputs, assistant_model=drafter, max_new_tokens=8)

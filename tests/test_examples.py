@@ -2,6 +2,7 @@
 """The example scripts, on a tiny target."""
 
 import contextlib
+import copy
 import http.client
 import importlib.util
 import io
@@ -687,7 +688,7 @@ def test_long_context(workplace, tmp_path, monkeypatch, capsys):
 
 
 def test_oracle_bound(workplace, tmp_path, monkeypatch, capsys):
-    tokenizer = tiny_tokenizer()
+    tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(workplace / "target")
     words = ["--turns", "1", "--rounds", "3", "--nodes", "8", "--passes", "2"]

@@ -20,6 +20,7 @@ import hf_falcon
 from hf_falcon.commands import chat, generate
 from hf_falcon.commands import main as entry
 from hf_falcon.commands.card import MARK, render_card, write_card
+from hf_falcon.packing import is_packed
 
 SOURCE = Path(hf_falcon.__file__).parent
 SHIPPED = SOURCE.parents[1] / "hub_cards"
@@ -229,6 +230,20 @@ def test_chat(saved, capsys, monkeypatch):
         arguments.options(),
     )
     assert plain.text.strip() == replies[0]
+
+
+def test_packed_and_compiled_models(saved, monkeypatch):
+    asked = []
+    monkeypatch.setattr(generate, "compile_rounds", lambda target, drafter: asked.append((target, drafter)))
+    models = {"target": str(saved / "target"), "drafter": str(saved / "drafter"), "dtype": "float32"}
+    target, _, drafter = generate.GenerateArguments(**models).load()
+    assert not is_packed(target) and not is_packed(drafter) and not asked
+    target, _, drafter = generate.GenerateArguments(**models, pack=True, compile=True).load()
+    assert is_packed(target) and is_packed(drafter) and asked == [(target, drafter)]
+    target, _, drafter = generate.GenerateArguments(**models, pack=True, plain=True).load()
+    assert is_packed(target) and drafter is None
+    with pytest.raises(ValueError, match="`compile` is for rounds, and with `plain` there are none"):
+        generate.GenerateArguments(**models, compile=True, plain=True)
 
 
 def test_chat_needs_a_template(saved, capsys, monkeypatch):

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, set_seed
 
+from ..compiling import compile_rounds
+from ..packing import pack_weights
 from ..statistics import DraftStatistics
 from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
 
@@ -36,19 +38,31 @@ class DecodingArguments:
         default="auto", metadata={"help": "auto (the fastest on the device), float32, bfloat16 or float16."}
     )
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
+    pack: bool = field(default=False, metadata={"help": "Pack the weights of both for a CPU (`pack_weights`)."})
+    compile: bool = field(
+        default=False, metadata={"help": "Compile rounds first, which takes minutes (`compile_rounds`)."}
+    )
 
     def __post_init__(self) -> None:
+        if self.compile and self.plain:
+            raise ValueError("`compile` is for rounds, and with `plain` there are none: leave one of the two out.")
         if self.max_new_tokens < 1:
             raise ValueError(f"`max_new_tokens` is {self.max_new_tokens}; give 1 or more.")
         if self.seed is not None:
             set_seed(self.seed)
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, PreTrainedModel | None]:
-        """The target, its tokenizer and the drafter, `None` for plain decoding."""
+        """The target, its tokenizer and the drafter, `None` for plain decoding; packed and compiled as asked for."""
         device = resolve_device(self.device)
         dtype = resolve_dtype(self.dtype, device)
         target, tokenizer = load_target(self.target, dtype, device)
-        return target, tokenizer, None if self.plain else load_drafter(self.drafter, dtype, device)
+        drafter = None if self.plain else load_drafter(self.drafter, dtype, device)
+        if self.pack:
+            for model in filter(None, (target, drafter)):
+                pack_weights(model)
+        if self.compile:
+            compile_rounds(target, drafter=drafter)
+        return target, tokenizer, drafter
 
     def options(self) -> dict[str, Any]:
         """What `generate` is called with."""
