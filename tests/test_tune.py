@@ -53,9 +53,43 @@ def test_tune_command(tmp_path, monkeypatch, capsys):
     # What became of the drafts is kept with the drafter, beside the options that it had.
     kept = GenerationConfig.from_pretrained(tmp_path / "drafter")
     assert kept.num_assistant_tokens == 5 and kept.draft_calibration == found["draft_calibration"]
+    if torch.get_num_threads() > 1:
+        assert list(found["seconds_by_threads"])[0] == str(torch.get_num_threads()) and " threads: " in printed
     assert found["draft_calibration"] and DraftOptions.from_generation_config(kept).draft_calibration
     # The next call of `generate` reads these times.
     assert costs.load(target, Circumstances.of(target, 20, 5)) == {int(n): s for n, s in found["seconds"].items()}
+
+
+def test_times_of_packed_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path / "cache"))
+    target = tiny_target("llama")
+    target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    tiny_drafter(target, num_assistant_tokens=5, num_draft_passes=2).save_pretrained(tmp_path / "drafter")
+    words = f"--target {tmp_path}/target --drafter {tmp_path}/drafter --context 20 --max_new_tokens 8 --seconds 0.2"
+    assert tune.main([*words.split(), "--pack", "--dtype", "float32", "--device", "cpu"]) == 0
+    assert json.loads((tmp_path / "drafter" / "tune.json").read_text())["packed"] is True
+
+
+@pytest.mark.parametrize("most, expected", [(6, [6, 3, 1]), (2, [2, 1]), (1, [])])
+def test_seconds_by_threads(most, expected, monkeypatch):
+    """And as many as before in the end, whatever happens."""
+    now, used = [most], []
+    monkeypatch.setattr(torch, "get_num_threads", lambda: now[-1])
+    monkeypatch.setattr(torch, "set_num_threads", now.append)
+    monkeypatch.setattr(tune, "target_seconds", lambda *arguments: used.append(now[-1]) or {0: 1.0, 4: 2.0})
+    found = tune.seconds_by_threads(tiny_target("llama"), 20, 4, 0.1)
+    assert found == dict.fromkeys(expected, (1.0, 2.0)) and used == expected and now[-1] == most
+    if most > 1:
+        monkeypatch.setattr(tune, "target_seconds", None)
+        with pytest.raises(TypeError):
+            tune.seconds_by_threads(tiny_target("llama"), 20, 4, 0.1)
+        assert now[-1] == most
+
+
+@pytest.mark.parametrize("tree, expected", [(1.9, 4), (1.8, 2)])
+def test_fewer_threads_must_be_clearly_faster(tree, expected):
+    assert tune.fastest_count({4: (1.0, 2.0), 2: (0.5, tree), 1: (2.0, 3.0)}) == expected
 
 
 @pytest.mark.parametrize("option", ["limit", "max_new_tokens", "context", "seconds"])

@@ -22,6 +22,7 @@ from ..costs import Circumstances, Costs, Stopwatch, measure, save
 from ..draft_options import DraftOptions
 from ..modeling_falcon_draft import FalconDraftModel
 from ..pace import Experience, Pace, experience_of
+from ..packing import pack_weights
 from ..target import FeatureTap, TargetRun
 from ..training.token_file import write_atomically
 from ..tree import Branches
@@ -29,6 +30,8 @@ from .models import encode, load_drafter, load_target, resolve_device, resolve_d
 from .report import aligned
 
 _SECONDS = 20.0
+# Part of that time for each number of threads, and the share of all threads' seconds that fewer must stay below.
+_PART, _CLEARLY = 0.1, 0.95
 _PROMPTS = ["Why is the sky blue?", "Write a Python function that merges two sorted lists.", "What is 17 * 23 + 4?"]
 
 
@@ -45,6 +48,7 @@ class TuneArguments:
         max_new_tokens (`int`, *optional*, defaults to 64): tokens of an answer, at most.
         context (`int`, *optional*, defaults to 256): tokens before the round that is timed.
         seconds (`float`, *optional*, defaults to 20): how long the target is timed.
+        pack (`bool`, *optional*, defaults to `False`): pack the weights of both first, for calls with packed weights.
         output (`str`, *optional*): folder of `tune.json` and `tune.png`; the drafter's if that is a folder. There its
             `generation_config.json` gets `draft_calibration`, in any case.
     """
@@ -56,6 +60,7 @@ class TuneArguments:
     max_new_tokens: int = field(default=64, metadata={"help": "Tokens of an answer, at most."})
     context: int = field(default=256, metadata={"help": "Tokens before the round that is timed."})
     seconds: float = field(default=_SECONDS, metadata={"help": "How long the target is timed."})
+    pack: bool = field(default=False, metadata={"help": "Pack the weights of both first (`pack_weights`)."})
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
     output: str | None = field(default=None, metadata={"help": "Folder of tune.json and tune.png."})
@@ -97,6 +102,27 @@ def target_seconds(target: PreTrainedModel, context: int, max_nodes: int, second
     run = TargetRun(target, input_ids.to(target.device), target.generation_config, kwargs)
     run.prefill(input_ids.to(target.device))
     return measure(run.rehearse, max_nodes, target.device, seconds, repeats=1000)
+
+
+def seconds_by_threads(
+    target: PreTrainedModel, context: int, nodes: int, seconds: float
+) -> dict[int, tuple[float, float]]:
+    """
+    Seconds of the target's forward for a single token and for a tree of `nodes` draft nodes, by threads: as many as
+    torch uses now, half of them, and so on. Empty where the target is not on a CPU, or has one thread.
+    """
+    most, found = torch.get_num_threads(), {}
+    counts = [most // 2**step for step in range(most.bit_length())]
+    if target.device.type != "cpu" or len(counts) == 1:
+        return {}
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            took = target_seconds(target, context, nodes, seconds)
+            found[count] = took[0], took[nodes]
+    finally:
+        torch.set_num_threads(most)
+    return found
 
 
 @torch.no_grad()
@@ -141,6 +167,12 @@ def speedups(expected: Tensor, costs: Costs) -> Tensor:
     return (1.0 + expected) / (target[None] + drafted[:, None])
 
 
+def fastest_count(seconds: dict[int, tuple[float, float]]) -> int:
+    """The number of threads that trees are fastest with, or the first where it is hardly slower."""
+    first, best = next(iter(seconds)), min(seconds, key=lambda count: seconds[count][1])
+    return best if seconds[best][1] < _CLEARLY * seconds[first][1] else first
+
+
 def main(argv: list[str]) -> int:
     """Runs `hf-falcon tune`."""
     parser = HfArgumentParser(TuneArguments, prog="hf-falcon tune", description=__doc__)
@@ -152,6 +184,9 @@ def main(argv: list[str]) -> int:
     dtype = resolve_dtype(arguments.dtype, device)
     target, tokenizer = load_target(arguments.target, dtype, device)
     drafter = load_drafter(arguments.drafter, dtype, device)
+    if arguments.pack:
+        pack_weights(target)
+        pack_weights(drafter)
     # The trees are searched for, not given: all passes, and nothing looked up.
     drafter.generation_config.assistant_confidence_threshold = 0.0
     options = DraftOptions.from_generation_config(drafter.generation_config)
@@ -186,6 +221,12 @@ def main(argv: list[str]) -> int:
 
     curve = [["nodes", *map(str, seconds)], ["ms", *(f"{1e3 * value:.1f}" for value in seconds.values())]]
     print(aligned(curve))
+    nodes = max(1, best[1])
+    by_threads = seconds_by_threads(target, arguments.context, nodes, _PART * arguments.seconds)
+    for count, (plain, tree) in by_threads.items():
+        print(f"{count} threads: {1e3 * plain:.1f} ms without nodes, {1e3 * tree:.1f} ms with {nodes}")
+    if by_threads and (count := fastest_count(by_threads)) != torch.get_num_threads():
+        print(f"Fewer threads are faster here: set `OMP_NUM_THREADS={count}`.")
     print(f"first block {1e3 * commit:.1f} ms, each further pass {1e3 * draft_pass:.1f} ms")
     print(
         f"predicted: {gains.max():.2f} times plain decoding with {best[1]} nodes and {best[0] + 1} passes a round; "
@@ -202,6 +243,7 @@ def main(argv: list[str]) -> int:
         "nodes": best[1],
         "passes": best[0] + 1,
         "draft_calibration": calibration,
+        "seconds_by_threads": by_threads,
         **circumstances._asdict(),
     }
     folder.mkdir(parents=True, exist_ok=True)
