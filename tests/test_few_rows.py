@@ -56,6 +56,13 @@ def test_values_are_those_of_the_ordinary_layer(outputs, bias, blocks_used):
     assert blocks_used == list(range(4, 13))
 
 
+@pytest.mark.parametrize("rows, touched", [(None, True), (3, False), (4, True), (12, True), (13, False)])
+def test_layers_are_touched_where_it_pays(rows, touched, linear):
+    with few_rows(linear, linears_of(linear), rows):
+        assert (type(linear) is FewRowsLinear) == touched
+    assert type(linear) is nn.Linear
+
+
 @torch.no_grad()
 def test_all_is_as_it_was_afterwards(linear):
     linears = linears_of(linear)

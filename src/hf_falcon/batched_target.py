@@ -113,7 +113,8 @@ class BatchedTargetRun:
             visible[row, :size, :size] = tree.visible
         places = self._lengths.slots(1) + depths
         masks = {kind: self._mask(kind, places, visible) for kind in self._kinds}
-        with self._tap as tap, grouped_attention(masks.values()), few_rows(self.model, self._linears):
+        faster = few_rows(self.model, self._linears, rows * nodes)
+        with self._tap as tap, grouped_attention(masks.values()), faster:
             outputs = self.model(
                 input_ids=tokens,
                 attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],

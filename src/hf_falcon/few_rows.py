@@ -63,15 +63,18 @@ def linears_of(model: nn.Module) -> list[nn.Linear]:
 
 
 @contextmanager
-def few_rows(model: nn.Module, linears: list[nn.Linear]) -> Iterator[None]:
+def few_rows(model: nn.Module, linears: list[nn.Linear], rows: int | None = None) -> Iterator[None]:
     """
     Inside, this thread's forwards of a few rows are faster; their values differ by rounding.
 
     Args:
         model (`torch.nn.Module`): a target.
         linears (`list[torch.nn.Linear]`): what [`linears_of`] found in it.
+        rows (`int`, *optional*): rows of all forwards inside, where that is known. For those that this is not faster
+            for, no layer is touched.
     """
-    if not linears or torch.is_autocast_enabled("cpu"):
+    is_for_none = rows is not None and not _LEAST <= rows <= _MOST
+    if not linears or is_for_none or torch.is_autocast_enabled("cpu"):
         yield
         return
     before = _here.in_a_round

@@ -359,7 +359,8 @@ class TargetRun:
         with ExitStack() as stack:
             tap = stack.enter_context(self._tap)
             stack.enter_context(grouped_attention(masks.values()))
-            stack.enter_context(few_rows(self.model, self._linears))
+            # Compiled code is for layers that have been touched, whatever its rows.
+            stack.enter_context(few_rows(self.model, self._linears, len(tree) if compiled is None else None))
             if compiled is not None:
                 stack.enter_context(compiled.round(self.cache, masks.values()))
             outputs = self._outputs = self.model(
