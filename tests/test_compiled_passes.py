@@ -5,12 +5,11 @@ import copy
 import gc
 import shutil
 import threading
-import time
 import weakref
 
 import pytest
 import torch
-from test_compiled_rounds import Backend, compiled_by, generate
+from test_compiled_rounds import Backend, compiled_by, generate, slow, wrong
 from tiny_models import prompt, tiny_drafter, tiny_target
 
 import hf_falcon
@@ -227,13 +226,6 @@ def test_threads_share_it(target, backend):
 def test_only_what_is_faster_is_used(target, monkeypatch):
     monkeypatch.undo()
 
-    def slow(graph, inputs):
-        def run(*arguments):
-            time.sleep(0.05)
-            return graph.forward(*arguments)
-
-        return run
-
     drafter = drafter_of(target)
     hf_falcon.compile_rounds(target, SIZES, compiled_by(slow), drafter)
     assert compiled_passes_of(drafter, target) is None
@@ -241,12 +233,6 @@ def test_only_what_is_faster_is_used(target, monkeypatch):
 
 
 def test_other_values_are_an_error(target, monkeypatch):
-    def wrong(graph, inputs):
-        def run(*arguments):
-            return tuple(each * 1.5 if torch.is_tensor(each) else each for each in graph.forward(*arguments))
-
-        return run
-
     monkeypatch.setattr(compiling, "_is_faster", lambda *arguments: True)
     drafter = drafter_of(target)
     with pytest.raises(RuntimeError, match=f"Compiled draft passes of {WIDTH} rows give other values"):

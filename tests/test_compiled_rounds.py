@@ -48,6 +48,25 @@ class Backend:
         return run
 
 
+def slow(graph, inputs):
+    """A compiler whose code takes long."""
+
+    def run(*arguments):
+        time.sleep(0.05)
+        return graph.forward(*arguments)
+
+    return run
+
+
+def wrong(graph, inputs):
+    """A compiler whose code gives other values."""
+
+    def run(*arguments):
+        return tuple(each * 1.5 if torch.is_tensor(each) else each for each in graph.forward(*arguments))
+
+    return run
+
+
 @pytest.fixture
 def backend() -> Backend:
     return Backend()
@@ -336,25 +355,12 @@ def test_a_failure_in_a_round_leaves_the_rest(target, backend, monkeypatch):
 def test_only_what_is_faster_is_used(target, monkeypatch):
     monkeypatch.undo()
 
-    def slow(graph, inputs):
-        def run(*arguments):
-            time.sleep(0.05)
-            return graph.forward(*arguments)
-
-        return run
-
     tokens, drafter = prompt(9), drafter_of(target)
     assert hf_falcon.compile_rounds(target, (4, 8), compiled_by(slow)) == []
     assert generate(target, tokens, drafter) == generate(target, tokens)
 
 
 def test_other_values_are_an_error(target):
-    def wrong(graph, inputs):
-        def run(*arguments):
-            return tuple(each * 1.5 if torch.is_tensor(each) else each for each in graph.forward(*arguments))
-
-        return run
-
     with pytest.raises(RuntimeError, match="rounds of 4 tokens give other values.*without `compile_rounds`"):
         hf_falcon.compile_rounds(target, (4,), compiled_by(wrong))
     assert compiled_rounds_of(target) is None and "forward" not in vars(target.model)
