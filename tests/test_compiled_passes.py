@@ -65,6 +65,11 @@ def trees(target, drafter, news=(5, 1, 2, 3, 9, 1)):
     return found
 
 
+def children_of_root(tree):
+    tokens, parents = tree
+    return {token for token, parent in zip(tokens, parents, strict=True) if parent == 0}
+
+
 def seeded():
     return torch.Generator().manual_seed(0)
 
@@ -264,5 +269,6 @@ def test_trees_are_the_same_by_the_default_compiler(block_size, num_lstm_layers,
     if dtype == torch.float32:
         assert found == expected
     else:
-        # Rounding may put one of two like nodes before the other.
-        assert [tokens[0] for tokens, _ in found] == [tokens[0] for tokens, _ in expected]
+        # Rounding may take one of two like nodes for the other.
+        for children, as_expected in zip(map(children_of_root, found), map(children_of_root, expected), strict=True):
+            assert len(as_expected) > 2 and len(children ^ as_expected) <= 2

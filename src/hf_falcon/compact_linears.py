@@ -68,7 +68,7 @@ class CompactLinears:
 
     @property
     def are_current(self) -> bool:
-        """Whether the layers' weights are still what was taken; see [`CompactWeight.is_of`]."""
+        """Whether the layers' weights are still what was taken; see [`WeightMark.is_of`]."""
         return all(weight.is_of(linear.weight) for linear, weight in self._weights.items())
 
 

@@ -33,7 +33,29 @@ _GRIDS: list[tuple[Callable[[Tensor, Tensor], Tensor], int | None]] = [
 ]
 
 
-class CompactWeight:
+class WeightMark:
+    """
+    What a weight is known again by: itself, and some of its values.
+
+    Args:
+        weight (`torch.Tensor`): the weight.
+    """
+
+    def __init__(self, weight: Tensor):
+        self._weight, self._sample = weakref.ref(weight), _sample_of(weight).clone()
+
+    def is_of(self, weight: Tensor) -> bool:
+        """
+        Whether `weight` is the one that was marked, with the same values as far as some of them tell: it may be
+        another one by now, or be changed, by an adapter that was merged for example.
+        """
+        if self._weight() is not weight:
+            return False
+        sample = _sample_of(weight)
+        return sample.dtype == self._sample.dtype and torch.equal(sample, self._sample)
+
+
+class CompactWeight(WeightMark):
     """
     A linear layer's float32 weight in one or two bytes a value, for code that `torch.compile` makes: it widens the
     values where it multiplies them.
@@ -47,7 +69,7 @@ class CompactWeight:
     """
 
     def __init__(self, weight: Tensor, codes: Tensor, grid: tuple[Tensor, Tensor] | None = None):
-        self._weight, self._sample = weakref.ref(weight), sample_of(weight).clone()
+        super().__init__(weight)
         self._codes = _in_lanes(codes)
         self._grid = None if grid is None else (_in_lanes(grid[0]), _in_lanes(grid[1]))
 
@@ -75,16 +97,6 @@ class CompactWeight:
         output = torch.stack([(weight * row).sum((1, 2)) for row in rows.unbind()])
         output = output.reshape(*input.shape[:-1], blocks * lanes)
         return output if bias is None else output + bias
-
-    def is_of(self, weight: Tensor) -> bool:
-        """
-        Whether these are the values of `weight`, as far as some of them tell: it may be another weight by now, or be
-        changed, by an adapter that was merged for example.
-        """
-        if self._weight() is not weight:
-            return False
-        sample = sample_of(weight)
-        return sample.dtype == self._sample.dtype and torch.equal(sample, self._sample)
 
 
 def compact(weight: Tensor) -> CompactWeight | None:
@@ -134,7 +146,7 @@ def _in_lanes(values: Tensor) -> Tensor:
     return values.unflatten(0, (-1, _LANES)).permute(0, 2, 3, 1).contiguous()
 
 
-def sample_of(weight: Tensor) -> Tensor:
+def _sample_of(weight: Tensor) -> Tensor:
     """Some values of a weight, of changing columns. A packed one does not change."""
     if isinstance(weight, PackedWeight):
         return torch.empty(0)

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,7 @@ from transformers import CompileConfig, PreTrainedModel
 
 from .borrowed_head import BorrowedHead
 from .compact_linears import CompactLinears
-from .compact_weights import sample_of
+from .compact_weights import WeightMark
 from .compiled_code import CompiledCode
 from .draft_cache import DraftCache
 from .modeling_falcon_draft import FalconDraftModel
@@ -79,7 +78,7 @@ class CompiledPasses:
         self._weights.drop()
 
     def are_of(self, drafter: FalconDraftModel, target: PreTrainedModel) -> bool:
-        """Whether these are still the weights of both; see [`CompactWeight.is_of`]."""
+        """Whether these are still the weights of both; see [`WeightMark.is_of`]."""
         return self.head is not None and self.head.is_of(drafter, target) and self._weights.are_current
 
     def decode(
@@ -131,17 +130,12 @@ class CompiledHead(BorrowedHead):
     def __init__(self, drafter: FalconDraftModel, target: PreTrainedModel, passes: CompiledPasses):
         super().__init__(drafter, target)
         self._passes = passes
-        weight = _head_weight(target)
-        self._source, self._sample = weakref.ref(weight), sample_of(weight).clone()
+        self._source = WeightMark(_head_weight(target))
 
     def is_of(self, drafter: FalconDraftModel, target: PreTrainedModel) -> bool:
         """Whether this is still the head that the drafter would borrow, as far as some of its values tell."""
         source, mine = _head_weight(target), self.linear.weight
-        return (
-            self._source() is source
-            and (mine.dtype, mine.device) == (drafter.norm.weight.dtype, source.device)
-            and torch.equal(sample_of(source), self._sample)
-        )
+        return self._source.is_of(source) and (mine.dtype, mine.device) == (drafter.norm.weight.dtype, source.device)
 
     def logits(self, features: Tensor) -> Tensor:
         """See [`BorrowedHead.logits`]."""

@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-Products of a tree's few rows with a target's float32 weights, block by block as they lie: of a whole weight MKL would
-first make a copy. Packed weights are faster still, but somebody has to pack them.
+Products of a few rows, a tree's or a draft pass's, with float32 weights, block by block as they lie: of a whole weight
+MKL would first make a copy. Packed weights are faster still, but somebody has to pack them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _here = _Here()
 
 
 class FewRowsLinear(nn.Linear):
-    """What linear layers of a target are while it scores a tree: an ordinary one to other threads."""
+    """What linear layers are while trees are scored or drafted: an ordinary one to other threads."""
 
     # For compiled rounds.
     compact: CompactWeight | None = None
@@ -68,7 +68,7 @@ def few_rows(model: nn.Module, linears: list[nn.Linear], rows: int | None = None
     Inside, this thread's forwards of a few rows are faster; their values differ by rounding.
 
     Args:
-        model (`torch.nn.Module`): a target.
+        model (`torch.nn.Module`): a target, a drafter, or a head of its own.
         linears (`list[torch.nn.Linear]`): what [`linears_of`] found in it.
         rows (`int`, *optional*): rows of all forwards inside, where that is known. For those that this is not faster
             for, no layer is touched.
