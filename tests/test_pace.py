@@ -77,7 +77,8 @@ def run_rounds(made: AdaptivePace, rounds: int, accepted: int, drafter_seconds: 
             tree = DraftTree(
                 torch.arange(5), torch.tensor([0, 0, 1, 2, 3]), torch.arange(5), torch.ones(5, 5).tril() > 0
             )
-            tree.log_probs = torch.tensor([1.0, 0.9, 0.8, 0.7, 0.6]).log()
+            corrections = torch.tensor([0.0, *(made.correction(depth) for depth in range(1, 5))])
+            tree.log_probs = torch.tensor([1.0, 0.9, 0.8, 0.7, 0.6]).log() + corrections.cumsum(dim=0)
             time = RoundTime(commit=drafter_seconds, drafting=3 * drafter_seconds, passes=3, target=1.2)
         else:
             tree, time = single_node(torch.zeros(1, dtype=torch.long)), RoundTime(target=1.0)
@@ -99,6 +100,21 @@ def test_a_drafter_that_becomes_useful_is_used_again():
     run_rounds(made, 300, accepted=0, drafter_seconds=0.05)
     run_rounds(made, 300, accepted=3, drafter_seconds=0.05)
     assert run_rounds(made, 100, accepted=3, drafter_seconds=0.05) == 100
+
+
+def test_a_drafter_that_becomes_useless_rests():
+    made = pace(node_cost=0.02)
+    assert run_rounds(made, 300, accepted=3, drafter_seconds=0.05) == 300
+    assert run_rounds(made, 100, accepted=0, drafter_seconds=0.05) < 80
+    assert run_rounds(made, 300, accepted=0, drafter_seconds=0.05) <= 12
+
+
+def test_bad_luck_is_no_reason_to_rest():
+    """A drafter that is right about one token in a round, at times none for several rounds, pays in the mean."""
+    made, draws = pace(node_cost=0.02), random.Random(0)
+    accepted = [draws.choice((0, 0, 0, 2, 3)) for _ in range(400)]
+    drafted = sum(run_rounds(made, 1, accepted=each, drafter_seconds=0.07) for each in accepted)
+    assert drafted > 390
 
 
 def test_a_costly_drafter_rests():

@@ -31,6 +31,8 @@ from .tree import Branches, DraftTree
 _MATCHES = ((2, 0.47), (3, 0.57), (4, 0.73), (5, 0.78), (8, 0.86), (12, 0.89), (20, 0.94), (32, 0.98))
 # Observations that a first guess counts for, how fast old ones are forgotten, and the least share.
 _PRIOR, _KEEP, _LEAST = 8.0, 0.995, 1e-3
+# The same for tokens of whole trees: a drafter that is of no use is to rest soon.
+_PRIOR_OF_TREES, _KEEP_OF_TREES = 4.0, 0.95
 # Weight of a new round in a running mean.
 _NEW, _NEW_RATE = 0.15, 0.05
 # Rounds without drafting once it does not pay: at first, and at most, doubling; and rounds of the trial after them.
@@ -60,13 +62,13 @@ class Guess(NamedTuple):
 class _Share:
     """A share that is learnt from observations, from a first guess on."""
 
-    def __init__(self, guess: float):
+    def __init__(self, guess: float, prior: float = _PRIOR, keep: float = _KEEP):
         # In one piece: other threads read and write it.
-        self._counts = guess * _PRIOR, _PRIOR
+        self._counts, self._keep = (guess * prior, prior), keep
 
     def observe(self, hit: float, trial: float = 1.0) -> None:
         hits, trials = self._counts
-        self._counts = _KEEP * hits + hit, _KEEP * trials + trial
+        self._counts = self._keep * hits + hit, self._keep * trials + trial
 
     @property
     def value(self) -> float:
@@ -89,8 +91,11 @@ class Experience:
         self.pass_worth = 0.5
         # That probability. The drafter's own was found to be as good as a classifier's.
         self.continued: Callable[[Branches], Tensor] = _total_probability
-        # Tokens accepted in a drafted round; cost of drafting them and of verifying more than the root.
-        self.accepted, self.cost = 1.0, 0.3
+        # Tokens that the tree of a drafted round promises, and how many of those that were promised were right: a mean
+        # of what was accepted is as noisy as few rounds are, and drafting would rest for a run of bad luck.
+        self.promised, self.kept = 1.0, _Share(1.0, _PRIOR_OF_TREES, _KEEP_OF_TREES)
+        # Cost of drafting them and of verifying more than the root.
+        self.cost = 0.3
         # Tokens in the time of a plain step.
         self.rate = 1.2
         self.pause, self.paused_for, self.trial = _SHORTEST_PAUSE, 0, 0
@@ -110,6 +115,11 @@ class Experience:
             known.matches, known.depths, known.costs = self.matches, self.depths, self.costs
             known.continued = self.continued
         return known
+
+    @property
+    def accepted(self) -> float:
+        """Tokens to be expected of a drafted round's tree."""
+        return self.promised * self.kept.value
 
     def match(self, length: int) -> _Share:
         """Of continuations of a match of `length` tokens."""
@@ -305,23 +315,39 @@ class AdaptivePace(Pace):
             costs.observe_drafting(time.commit, time.drafting, time.passes)
             drafting = costs.commit + costs.draft_pass * time.passes
             cost += drafting
+            promised, shares = _promises(tree, path)
             if self._guess.first < _LIKELY:
-                known.accepted += _NEW * (accepted - known.accepted)
+                if promised is None:
+                    promised = float(accepted)
+                if promised > 0.0:
+                    known.kept.observe(accepted, promised)
+                known.promised += _NEW * (promised - known.promised)
                 known.cost += _NEW * (drafting + verifying - 1.0 - known.cost)
             if not self._continuation.token_ids:
-                self._observe_probabilities(tree, path, accepted)
+                self._observe_probabilities(shares, accepted)
         # Text that the context foretells is fast, and no measure of how fast new text may become.
         if self._guess.first < _LIKELY:
             known.rate = max(1.0, known.rate + _NEW_RATE * (len(emitted) - known.rate * cost))
 
-    def _observe_probabilities(self, tree: DraftTree, path: Tensor, accepted: int) -> None:
+    def _observe_probabilities(self, shares: list[float], accepted: int) -> None:
         """Compares, at each node that was right, the probability of all its children with what became of them."""
-        if tree.log_probs is None or len(tree) == 1:
-            return
-        probs = tree.log_probs.exp()
-        children = torch.zeros_like(probs).index_add_(0, tree.parents[1:], probs[1:])
-        for depth, share in enumerate((children[path] / probs[path]).tolist(), start=1):
+        for depth, share in enumerate(shares, start=1):
             if share > 0.0:
                 # Back to what the drafter said, before it was corrected.
                 known = self._experience.depth(depth)
                 known.observe(float(depth <= accepted), share / math.exp(self.correction(depth)))
+
+
+def _promises(tree: DraftTree, path: Tensor) -> tuple[float | None, list[float]]:
+    """
+    Draft tokens that are right by the tree's own probabilities, and of each node of `path` the probability of all its
+    children; nothing where the tree has no probabilities.
+    """
+    if len(tree) == 1:
+        return 0.0, []
+    if tree.log_probs is None:
+        return None, []
+    probs = tree.log_probs.exp()
+    children = torch.zeros_like(probs).index_add_(0, tree.parents[1:], probs[1:])
+    promised, *shares = torch.cat((probs[1:].sum()[None], children[path] / probs[path])).tolist()
+    return promised, shares
