@@ -69,8 +69,8 @@ def compile_rounds(
         `list[int]`: the sizes for which compiled forwards are faster, and are used.
 
     Raises:
-        `ValueError`: for sizes that are none, for a target whose forward cannot be compiled, with the reason, and for
-            a drafter that was made for another target.
+        `ValueError`: for sizes that are none, for a target whose forward cannot be compiled (in training mode, or by
+            torch before 2.8, for example), with the reason, and for a drafter that was made for another target.
         `RuntimeError`: if `torch.compile` fails, for want of a C++ compiler for example. All is as before then.
     """
     sizes = sorted({*sizes})
@@ -78,6 +78,7 @@ def compile_rounds(
         raise ValueError(f"`sizes` is {sizes!r}: give some integers of at least 1 and at most {_LARGEST}.")
     if drafter is not None:
         check_target(drafter, target)
+    _check_whether_possible(target)
     uncompile_rounds(target)
     config = compile_config or CompileConfig(mode="default")
     # Whoever packs weights and compiles around every call compiles in the first one only.
@@ -143,6 +144,16 @@ def compiled_rounds(
         uncompile_rounds(target)
 
 
+def _check_whether_possible(target: PreTrainedModel) -> None:
+    reason = None
+    if not hasattr(torch.compiler, "skip_guard_on_globals_unsafe"):
+        reason = f"torch {torch.__version__} is too old for it (install 2.8 or later)"
+    elif target.get_output_embeddings() is None:
+        reason = "it has no LM head (load it with `AutoModelForCausalLM`)"
+    if reason is not None:
+        raise ValueError(f"The rounds of {type(target).__name__} cannot be compiled: {reason}.")
+
+
 def _run(target: PreTrainedModel, length: int) -> TargetRun:
     """A target behind `length` tokens."""
     name, vocab_size = type(target).__name__, target.config.get_text_config(decoder=True).vocab_size
@@ -186,7 +197,9 @@ def _compile_passes(
     passes = made.setdefault((is_packed(drafter), drafter.dtype, drafter.device, rows), CompiledPasses(rows, config))
     head = passes.take(drafter, target)
     if passes.is_faster is None:
-        passes.is_faster = _are_faster(passes, drafter, head)
+        with logging.tqdm(total=1, desc="Compiling draft passes") as progress:
+            passes.is_faster = _are_faster(passes, drafter, head)
+            progress.update()
     if passes.is_faster:
         rounds.passes[drafter] = passes
     else:

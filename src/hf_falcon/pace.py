@@ -315,16 +315,16 @@ class AdaptivePace(Pace):
             costs.observe_drafting(time.commit, time.drafting, time.passes)
             drafting = costs.commit + costs.draft_pass * time.passes
             cost += drafting
-            promised, shares = _promises(tree, path)
             if self._guess.first < _LIKELY:
+                promised, shares = _promises(tree, path)
                 if promised is None:
                     promised = float(accepted)
                 if promised > 0.0:
                     known.kept.observe(accepted, promised)
                 known.promised += _NEW * (promised - known.promised)
                 known.cost += _NEW * (drafting + verifying - 1.0 - known.cost)
-            if not self._continuation.token_ids:
-                self._observe_probabilities(shares, accepted)
+                if not self._continuation.token_ids:
+                    self._observe_probabilities(shares, accepted)
         # Text that the context foretells is fast, and no measure of how fast new text may become.
         if self._guess.first < _LIKELY:
             known.rate = max(1.0, known.rate + _NEW_RATE * (len(emitted) - known.rate * cost))
