@@ -317,8 +317,6 @@ class AdaptivePace(Pace):
             cost += drafting
             if self._guess.first < _LIKELY:
                 promised, shares = _promises(tree, path)
-                if promised is None:
-                    promised = float(accepted)
                 if promised > 0.0:
                     known.kept.observe(accepted, promised)
                 known.promised += _NEW * (promised - known.promised)
@@ -338,15 +336,14 @@ class AdaptivePace(Pace):
                 known.observe(float(depth <= accepted), share / math.exp(self.correction(depth)))
 
 
-def _promises(tree: DraftTree, path: Tensor) -> tuple[float | None, list[float]]:
+def _promises(tree: DraftTree, path: Tensor) -> tuple[float, list[float]]:
     """
-    Draft tokens that are right by the tree's own probabilities, and of each node of `path` the probability of all its
-    children; nothing where the tree has no probabilities.
+    Draft tokens that are right by a dynamic tree's own probabilities, and of each node of `path` the probability of
+    all its children.
     """
     if len(tree) == 1:
         return 0.0, []
-    if tree.log_probs is None:
-        return None, []
+    assert tree.log_probs is not None
     probs = tree.log_probs.exp()
     children = torch.zeros_like(probs).index_add_(0, tree.parents[1:], probs[1:])
     promised, *shares = torch.cat((probs[1:].sum()[None], children[path] / probs[path])).tolist()
