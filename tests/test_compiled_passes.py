@@ -252,6 +252,16 @@ def test_a_drafter_of_another_target(target, backend):
         hf_falcon.compile_rounds(target, SIZES, compiled_by(backend), drafter_of(other))
 
 
+def test_a_drafter_of_other_code(target, backend):
+    """As one of the Hub that was loaded before the package: its own code would find nothing of what is compiled."""
+
+    class FalconDraftModel(torch.nn.Module):
+        is_falcon_drafter = True
+
+    with pytest.raises(TypeError, match="FalconDraftModel: give a `FalconDraftModel` of hf_falcon"):
+        hf_falcon.compile_rounds(target, SIZES, compiled_by(backend), FalconDraftModel())
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

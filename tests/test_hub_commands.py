@@ -125,6 +125,11 @@ def test_info_of_an_empty_folder(tmp_path, capsys):
     assert f"`{tmp_path}` has no `config.json`" in capsys.readouterr().err
 
 
+def test_info_of_a_folder_that_is_not_there(tmp_path, capsys):
+    assert entry.main(["info", str(tmp_path / "none")]) == 1
+    assert f"`{tmp_path / 'none'}` is no folder that is there" in capsys.readouterr().err
+
+
 COMMANDS = """
 import sys
 from hf_falcon.commands.main import main

@@ -559,6 +559,12 @@ def test_command(arguments, target, monkeypatch, capsys):
     assert set(TokenFile.load(options.output).temperatures.tolist()) == {0.0, 1.0}
 
 
+def test_a_missing_file_is_found_before_the_target_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "load_target", lambda *arguments: pytest.fail("loaded"))
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        command.main(["--data", str(tmp_path / "none.jsonl"), "--output", str(tmp_path / "tokens.safetensors")])
+
+
 @pytest.mark.parametrize("processes", [2, 3, 7])
 def test_processes_share_the_batches(arguments, target, unbroken, monkeypatch, processes):
     """Each process dies after its own share, but the main one, which comes last and assembles."""

@@ -71,13 +71,14 @@ def compile_rounds(
     Raises:
         `ValueError`: for sizes that are none, for a target whose forward cannot be compiled (in training mode, or by
             torch before 2.8, for example), with the reason, and for a drafter that was made for another target.
+        `TypeError`: for a drafter that is none, or that decodes by its repository's own code.
         `RuntimeError`: if `torch.compile` fails, for want of a C++ compiler for example. All is as before then.
     """
     sizes = sorted({*sizes})
     if not sizes or not all(type(size) is int and 1 <= size <= _LARGEST for size in sizes):
         raise ValueError(f"`sizes` is {sizes!r}: give some integers of at least 1 and at most {_LARGEST}.")
     if drafter is not None:
-        check_target(drafter, target)
+        _check_drafter(drafter, target)
     _check_whether_possible(target)
     uncompile_rounds(target)
     config = compile_config or CompileConfig(mode="default")
@@ -142,6 +143,16 @@ def compiled_rounds(
         yield compile_rounds(target, sizes, compile_config, drafter)
     finally:
         uncompile_rounds(target)
+
+
+def _check_drafter(drafter: FalconDraftModel, target: PreTrainedModel) -> None:
+    if not isinstance(drafter, FalconDraftModel):
+        # Code of a repository would look for what is compiled in modules of its own.
+        raise TypeError(
+            f"`drafter` is a {type(drafter).__module__}.{type(drafter).__qualname__}: give a `FalconDraftModel` of "
+            "hf_falcon. A drafter of the Hub is one where `import hf_falcon` comes before it is loaded."
+        )
+    check_target(drafter, target)
 
 
 def _check_whether_possible(target: PreTrainedModel) -> None:

@@ -10,6 +10,7 @@ from os import PathLike
 from typing import Any
 
 import torch
+from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
@@ -297,8 +298,16 @@ class FalconDraftConfig(PreTrainedConfig):
         cls, pretrained_model_name_or_path: str | PathLike[str], **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """See [`PreTrainedConfig.get_config_dict`]."""
-        with reading("config.json"):
-            fields, others = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        try:
+            with reading("config.json"):
+                fields, others = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        except OSError as error:
+            if not isinstance(error.__cause__, HFValidationError):
+                raise
+            raise OSError(
+                f"`{pretrained_model_name_or_path}` is no folder that is there, and no name of a repository: give the "
+                "folder of a Falcon drafter, or `user/name`."
+            ) from error
         # Without the file, transformers goes on with the defaults.
         if not fields:
             raise OSError(

@@ -7,6 +7,7 @@ import sys
 
 from transformers import HfArgumentParser
 
+from ..training.dialogues import find_data
 from ..training.prepare import PrepareArguments, prepare, process_state
 from .models import load_target
 
@@ -20,6 +21,8 @@ def main(argv: list[str]) -> int:
     """
     parser = HfArgumentParser([PrepareArguments], prog="hf-falcon prepare", description=__doc__)
     (arguments,) = parser.parse_args_into_dataclasses(args=argv)
+    # A file that is missing is found before a target is downloaded and loaded.
+    find_data(arguments.data)
     state = process_state()
     # Of several processes, each has a device of its own.
     device = state.device if arguments.device is None and state.num_processes > 1 else arguments.device
