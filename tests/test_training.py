@@ -175,10 +175,10 @@ def test_distillation_loss(monkeypatch, kind, draft_vocab_size, soft, chunk):
     head = BorrowedHead(tiny_drafter(target, draft_vocab_size=draft_vocab_size), target)
     torch.manual_seed(0)
     labels = torch.randn(11, HIDDEN)
-    predicted = (labels + torch.randn(11, HIDDEN)).requires_grad_()
+    predicted = (labels + torch.randn(2, 11, HIDDEN)).requires_grad_()
 
     p, q = head.logits(labels).softmax(dim=-1), head.logits(predicted).softmax(dim=-1)
-    hard = -q.log()[torch.arange(11), p.argmax(dim=-1)]
+    hard = -q.log()[:, torch.arange(11), p.argmax(dim=-1)]
     expected = (soft * (p * (p / q).log()).sum(dim=-1) + (1 - soft) * hard).mean()
     (expected_gradient,) = torch.autograd.grad(3 * expected, predicted)
 
@@ -186,8 +186,8 @@ def test_distillation_loss(monkeypatch, kind, draft_vocab_size, soft, chunk):
     (gradient,) = torch.autograd.grad(3 * loss, predicted)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-5)
-    order = q.argsort(dim=-1, descending=True)
-    assert ranks.tolist() == [row.index(token) for row, token in zip(order.tolist(), p.argmax(dim=-1).tolist())]
+    for found, order in zip(ranks.tolist(), q.argsort(dim=-1, descending=True).tolist(), strict=True):
+        assert found == [row.index(token) for row, token in zip(order, p.argmax(dim=-1).tolist(), strict=True)]
     assert 0 in ranks and ranks.max() > 2
 
     # Without a gradient, as glancing calls it.

@@ -203,39 +203,32 @@ def draft_loss(
         with torch.no_grad():
             guess = drafter.condition(draft_pass(drafter, features, embeds, block_ids, batch.valid), previous)[judged]
             wrong = torch.zeros_like(judged)
-            wrong[judged] = distillation_loss(guess, labels[judged], head, weights.soft)[1] > 0
+            wrong[judged] = distillation_loss(guess[None], labels[judged], head, weights.soft)[1][0] > 0
             glanced = glance(judged, wrong.sum(dim=1), glancing_ratio, generators)
         given = torch.where(glanced[..., None], shift_left(batch.features, block_size), features)
         given_embeds = torch.where(glanced[..., None], shift_left(embeds, block_size), embeds)
 
-    regression, distillation, correct, counts = [], [], [], []
+    predictions = []
     cache = None
     for index in range(1, passes + 1):
         cache = TrainingCache(cache) if passes > 1 else None
         predicted = draft_pass(drafter, given, given_embeds, block_ids, batch.valid, index, cache)
         predicted = drafter.condition(predicted, previous)
+        predictions.append(predicted[judged])
         # The next pass glances at nothing. Feature i was predicted at i - k; the first k positions were not predicted.
         given = torch.cat((noisy[:, :block_size], predicted[:, : length - block_size]), dim=1)
         given_embeds = embeds
 
-        chosen = predicted[judged]
-        error = (chosen.float() - labels[judged].float()) / drafter.feature_std
-        # Not the mean, which is NaN where no position of a batch counts.
-        total = F.smooth_l1_loss(error, torch.zeros_like(error), reduction="sum")
-        regression.append(total / max(1, error.numel()))
-        token_loss, ranks = distillation_loss(chosen, labels[judged], head, weights.soft)
-        distillation.append(token_loss)
-        for offset in range(block_size):
-            here = place == offset
-            correct.append(torch.stack([(ranks[here] < top).sum() for top in TOP]))
-            counts.append(here.sum())
-
-    mean_regression = torch.stack(regression).mean()
-    mean_distillation = torch.stack(distillation).mean()
-    loss = weights.regression * mean_regression + weights.distillation * mean_distillation
-    return DraftLoss(
-        loss, mean_regression.detach(), mean_distillation.detach(), torch.stack(correct), torch.stack(counts)
-    )
+    chosen, expected = torch.stack(predictions), labels[judged]
+    error = (chosen.float() - expected.float()) / drafter.feature_std
+    # Not the mean, which is NaN where no position of a batch counts.
+    regression = F.smooth_l1_loss(error, torch.zeros_like(error), reduction="sum") / max(1, error.numel())
+    distillation, ranks = distillation_loss(chosen, expected, head, weights.soft)
+    offsets = [place == offset for offset in range(block_size)]
+    correct = [torch.stack([(of_pass[here] < top).sum() for top in TOP]) for of_pass in ranks for here in offsets]
+    counts = [here.sum() for _ in range(passes) for here in offsets]
+    loss = weights.regression * regression + weights.distillation * distillation
+    return DraftLoss(loss, regression.detach(), distillation.detach(), torch.stack(correct), torch.stack(counts))
 
 
 def draft_pass(

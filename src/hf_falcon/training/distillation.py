@@ -24,55 +24,59 @@ def chunk_rows(vocab_size: int) -> int:
 class _HeadDistillation(torch.autograd.Function):
     """
     The gradient with respect to the predictions is computed chunk by chunk in the forward pass, so that the logits of
-    one chunk at a time exist, never those of the batch.
+    one chunk at a time exist, never those of the batch. All passes share the target's distribution of a chunk.
     """
 
     @staticmethod
     def forward(ctx: Any, predicted: Tensor, labels: Tensor, head: BorrowedHead, soft: float) -> tuple[Tensor, Tensor]:
         gradient = torch.empty_like(predicted)
         total = predicted.new_zeros((), dtype=torch.float32)
-        ranks = torch.empty(predicted.shape[0], dtype=torch.int64, device=predicted.device)
+        ranks = torch.empty(predicted.shape[:2], dtype=torch.int64, device=predicted.device)
         rows = chunk_rows(head.draft_vocab_size)
-        for start in range(0, predicted.shape[0], rows):
+        for start in range(0, labels.shape[0], rows):
             chunk = slice(start, start + rows)
             label_scores = head.logits(labels[chunk]).float().log_softmax(dim=-1)
             tokens = label_scores.argmax(dim=-1, keepdim=True)
             probabilities = label_scores.exp()
-            with torch.enable_grad():
-                inputs = predicted[chunk].detach().requires_grad_()
-                scores = head.logits(inputs).float().log_softmax(dim=-1)
-                divergence = torch.dot(probabilities.flatten(), label_scores.flatten()) - torch.dot(
-                    probabilities.flatten(), scores.flatten()
-                )
+            entropy = -torch.dot(probabilities.flatten(), label_scores.flatten())
+            for index, features in enumerate(predicted[:, chunk]):
+                with torch.enable_grad():
+                    inputs = features.detach().requires_grad_()
+                    logits = head.logits(inputs)
+                scores = logits.detach().float().log_softmax(dim=-1)
                 chosen = scores.gather(1, tokens)
-                loss = soft * divergence - (1 - soft) * chosen.sum()
+                divergence = -torch.dot(probabilities.flatten(), scores.flatten()) - entropy
+                total += soft * divergence - (1 - soft) * chosen.sum()
+                ranks[index, chunk] = (scores > chosen).sum(dim=-1)
                 # Not where only the ranks are asked for, as by glancing.
                 if ctx.needs_input_grad[0]:
-                    (gradient[chunk],) = torch.autograd.grad(loss, inputs)
-            total += loss.detach()
-            ranks[chunk] = (scores > chosen).sum(dim=-1)
+                    # That of the logits: the drafter's distribution, less the mixture that it is to have.
+                    slope = scores.exp_().sub_(probabilities, alpha=soft)
+                    slope.scatter_add_(1, tokens, torch.full_like(chosen, soft - 1))
+                    (gradient[index, chunk],) = torch.autograd.grad(logits, inputs, slope.to(logits.dtype))
         ctx.save_for_backward(gradient)
         ctx.mark_non_differentiable(ranks)
-        return total / max(1, predicted.shape[0]), ranks
+        return total / max(1, ranks.numel()), ranks
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
-        return gradient * (gradients[0] / max(1, gradient.shape[0])), None, None, None
+        return gradient * (gradients[0] / max(1, gradient.shape[:2].numel())), None, None, None
 
 
 def distillation_loss(predicted: Tensor, labels: Tensor, head: BorrowedHead, soft: float) -> tuple[Tensor, Tensor]:
     """
     `soft * KL(p || q) + (1 - soft) * CE(argmax p, q)`, with p the target's distribution at the true features and q
-    that at the predicted ones, both over the draft vocabulary; mean over rows (Falcon, equation 9).
+    that at the predicted ones, both over the draft vocabulary; mean over passes and rows (Falcon, equation 9).
 
     Args:
-        predicted, labels (`torch.Tensor` of shape `(rows, hidden_size)`): predicted and true features.
+        predicted (`torch.Tensor` of shape `(passes, rows, hidden_size)`): predicted features.
+        labels (`torch.Tensor` of shape `(rows, hidden_size)`): the true ones, of every pass.
         head ([`BorrowedHead`]): the target's LM head.
         soft (`float`): share of the KL divergence.
 
     Returns:
         The loss (scalar), and the rank of the target's token among the drafter's choices, 0 being the first
-        (`torch.LongTensor` of shape `(rows,)`).
+        (`torch.LongTensor` of shape `(passes, rows)`).
     """
     return _HeadDistillation.apply(predicted, labels, head, soft)
