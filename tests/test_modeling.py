@@ -13,10 +13,16 @@ from safetensors.torch import load_file, save_file
 from tiny_models import SAME_EVERY_ROUND
 from transformers import AutoConfig, AutoModel
 
-from hf_falcon import DraftOptions, FalconCandidateGenerator, FalconDraftConfig, FalconDraftModel
+from hf_falcon import (
+    DraftOptions,
+    FalconCandidateGenerator,
+    FalconDraftConfig,
+    FalconDraftModel,
+    borrowed_head,
+    decoding,
+)
 from hf_falcon import candidate_generator as candidate_generator_module
 from hf_falcon.borrowed_head import BorrowedHead, was_trained_for
-from hf_falcon.decoding import logger as decoding_logger
 from hf_falcon.modeling_falcon_draft import block_ends, relaxed_causal_mask
 from hf_falcon.training.features import target_features
 
@@ -522,7 +528,7 @@ def test_wrong_target(target, kind, changes, message):
 
 
 def test_other_weights_warn_once_and_work(target, caplog):
-    decoding_logger.warning_once.cache_clear()
+    decoding.logger.warning_once.cache_clear()
     drafter, other, prompt = tiny_drafter(target), tiny_target(seed=9), random_tokens(1, 6)
     options = {"max_new_tokens": 8, "do_sample": False}
 
@@ -537,6 +543,33 @@ def test_other_weights_warn_once_and_work(target, caplog):
     assert not was_trained_for(drafter, other)
     assert len(warnings(other)) == 1
     assert warnings(other) == []
+
+
+def test_weights_are_compared_once(target, monkeypatch):
+    """It takes as long as a tenth of a step of a small target."""
+    drafter, compared = tiny_drafter(target), []
+    monkeypatch.setattr(decoding, "was_trained_for", lambda *models: compared.append(models) or True)
+    for _ in range(2):
+        target.generate(random_tokens(1, 6), assistant_model=drafter, max_new_tokens=4, do_sample=False)
+    assert compared == [(drafter, target)]
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_call_that_can_draft_nothing_asks_nothing_of_the_drafter(rows, target, monkeypatch):
+    """Neither of the first token nor of the last one: two tokens are plain decoding's, and take its time."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("nothing is to be drafted")
+
+    monkeypatch.setattr(FalconCandidateGenerator, "commit", refuse)
+    monkeypatch.setattr(borrowed_head, "_parameters_of", refuse)
+    drafter, prompt = tiny_drafter(target), random_tokens(rows, 6)
+    for tokens in (1, 2):
+        expected = target.generate(prompt, max_new_tokens=tokens, do_sample=False)
+        found = target.generate(prompt, assistant_model=drafter, max_new_tokens=tokens, do_sample=False)
+        assert torch.equal(found, expected)
+    with pytest.raises(AssertionError, match="nothing is to be drafted"):
+        target.generate(prompt, assistant_model=drafter, max_new_tokens=3, do_sample=False)
 
 
 def test_a_copy_in_bfloat16_is_the_same_target(target):

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,25 +32,32 @@ class BorrowedHead:
     def __init__(self, drafter: FalconDraftModel, target: PreTrainedModel, dtype: torch.dtype | None = None):
         check_target(drafter, target)
         config = drafter.config
-        output = target.get_output_embeddings()
+        self._output: Any = target.get_output_embeddings()
         self._embedding = target.get_input_embeddings()
-        self.vocab_ids: Tensor | None = None
-        weight, bias = _parameters_of(output)
-        if config.draft_vocab_size is not None:
-            self.vocab_ids = drafter.draft_vocab_ids.to(weight.device)
-            weight = weight[self.vocab_ids]
-            bias = None if bias is None else bias[self.vocab_ids]
-        dtype = dtype or drafter.norm.weight.dtype
-        weight = weight.detach().to(dtype)
-        # The product, as a layer of its own.
-        size, hidden_size = weight.shape
-        self.linear = nn.Linear(hidden_size, size, bias=bias is not None, device="meta")
-        self.linear.weight = nn.Parameter(weight, requires_grad=False)
-        if bias is not None:
-            self.linear.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
-        self.draft_vocab_size = size
+        self._dtype = dtype or drafter.norm.weight.dtype
+        self._known_ids = None if config.draft_vocab_size is None else drafter.draft_vocab_ids
+        self.draft_vocab_size: int = config.draft_vocab_size or self._output.weight.shape[0]
         self._scale = config.logit_scale
         self._softcap = config.logit_softcapping
+
+    @cached_property
+    def linear(self) -> nn.Linear:
+        """The product, as a layer of its own. Cut out when it is first needed: not all calls draft."""
+        weight, bias = _parameters_of(self._output)
+        if self._known_ids is not None:
+            rows = self._known_ids.to(weight.device)
+            weight, bias = weight[rows], None if bias is None else bias[rows]
+        size, hidden_size = weight.shape
+        linear = nn.Linear(hidden_size, size, bias=bias is not None, device="meta")
+        linear.weight = nn.Parameter(weight.detach().to(self._dtype), requires_grad=False)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias.detach().to(self._dtype), requires_grad=False)
+        return linear
+
+    @cached_property
+    def vocab_ids(self) -> Tensor | None:
+        """Target ids of the draft vocabulary, of shape `(draft_vocab_size,)`; `None` where the two are the same."""
+        return None if self._known_ids is None else self._known_ids.to(self.linear.weight.device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """The target's embeddings of `token_ids`: one more dimension, `hidden_size` wide."""

@@ -7,10 +7,11 @@ import itertools
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
@@ -69,7 +70,6 @@ class FalconCandidateGenerator(CandidateGenerator):
         self.target = target
         self._passes = compiled_passes_of(drafter, target)
         self.head = head or (self._passes and self._passes.head) or BorrowedHead(drafter, target)
-        self._linears = linears_of(drafter), linears_of(self.head.linear)
         self.options = options or DraftOptions.from_generation_config(drafter.generation_config)
         self._block_size = drafter.config.block_size
         self._device = drafter.device
@@ -238,6 +238,10 @@ class FalconCandidateGenerator(CandidateGenerator):
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """See [`~transformers.generation.candidate_generator.CandidateGenerator`]; nothing is adapted."""
+
+    @cached_property
+    def _linears(self) -> tuple[list[nn.Linear], list[nn.Linear]]:
+        return linears_of(self.drafter), linears_of(self.head.linear)
 
     @contextmanager
     def _few_rows(self) -> Iterator[None]:

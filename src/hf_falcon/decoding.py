@@ -102,7 +102,10 @@ def assisted_decoding(
         generator = MultiRootCandidateGenerator(drafter, target, options)
     else:
         generator = FalconCandidateGenerator(drafter, target, options)
-    if not was_trained_for(drafter, target):
+    known = experience_of(drafter, target)
+    if known.is_fit is None:
+        known.is_fit = was_trained_for(drafter, target)
+    if not known.is_fit:
         logger.warning_once(
             f"The target's weights are not those of {drafter.config.target_name_or_path or 'the model'} that the "
             "drafter was trained for. The output is exact all the same; fewer draft tokens may be accepted."

@@ -77,7 +77,7 @@ class Drafting:
         if self._lookup:
             self._index.extend(ids[0, self._padding + len(self._index) :].tolist())
         guess = pace.guess(self._index.continuation(min(self._lookup, limit)))
-        drafts, watch, self._time = pace.drafts(guess), Stopwatch(), RoundTime()
+        drafts, watch, self._time = limit > 0 and pace.drafts(guess), Stopwatch(), RoundTime()
         if drafts:
             new = sum(each.shape[1] for each in self._unseen)
             unseen = torch.cat(self._unseen, dim=1)
