@@ -102,7 +102,8 @@ class Experience:
         # Drafted rounds since one had a second pass.
         self.single_passes = 0
         self.costs: dict[Circumstances, Costs] = {}
-        # Whether the drafter was trained for the target's weights; `None` before that was looked at.
+        # Whether the drafter was trained for the target's weights; `None` before that was looked at. It is looked at
+        # once: weights that are changed later give no warning, and exact outputs as ever.
         self.is_fit: bool | None = None
         self._others: dict[tuple[int, bool, tuple[int, ...]], Experience] = {}
 
