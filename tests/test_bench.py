@@ -12,7 +12,7 @@ import torch
 from tiny_models import SAME_EVERY_ROUND, prompt, tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import CompileConfig, GenerationMixin
 
-from hf_falcon import FalconCandidateGenerator
+from hf_falcon import FalconCandidateGenerator, FalconDraftConfig
 from hf_falcon.bench import methods, report, runner, scaled
 from hf_falcon.bench.decision import DecisionModel, known
 from hf_falcon.bench.medusa import MedusaLikeConfig, MedusaLikeModel
@@ -730,7 +730,10 @@ def test_medusa_like_is_trained_by_the_same_command(arguments, tmp_path):
 SHAPE = Shape(96, 160, 5, 12, 4, 32)
 
 
-@pytest.mark.parametrize("shape", [SHAPE, Shape(64, 64, 2, 8, 8, 16), Shape(64, 64, 4, 4, 2, 8)])
+# The drafter of the last is narrower than its target.
+@pytest.mark.parametrize(
+    "shape", [SHAPE, Shape(64, 64, 2, 8, 8, 16), Shape(64, 64, 4, 4, 2, 8), Shape(64, 2304, 2, 16, 16, 8)]
+)
 @pytest.mark.parametrize("block_size", [1, 2])
 def test_scaled_models_are_the_same_functions(shape, block_size):
     target = draft_fixtures.tiny_target(head_dim=8)
@@ -746,7 +749,11 @@ def test_scaled_models_are_the_same_functions(shape, block_size):
 
     drafter = draft_fixtures.tiny_drafter(target, num_lstm_layers=0, block_size=block_size, draft_vocab_size=30)
     drafter.generation_config.num_assistant_tokens = 5
-    assert_same_drafting(drafter, target, scaled_drafter(drafter, large, shape), large)
+    large_drafter = scaled_drafter(drafter, large)
+    sizes = FalconDraftConfig.from_target(large.config)
+    for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim"):
+        assert getattr(large_drafter.config, name) == getattr(sizes, name)
+    assert_same_drafting(drafter, target, large_drafter, large)
 
 
 def test_scaled_medusa_like_is_the_same_function():
@@ -755,7 +762,7 @@ def test_scaled_medusa_like_is_the_same_function():
     with torch.no_grad():
         drafter.norm.weight.uniform_(0.5, 1.5)
         drafter.feature_mean.normal_(0.0, 0.5)
-    assert_same_drafting(drafter, target, scaled_drafter(drafter, large, SHAPE), large)
+    assert_same_drafting(drafter, target, scaled_drafter(drafter, large), large)
 
 
 def assert_same_drafting(drafter, target, large_drafter, large):
@@ -779,7 +786,7 @@ def test_what_does_not_fit_into_memory(monkeypatch):
     with pytest.raises(ValueError, match=message):
         scaled_target(target.to(torch.bfloat16), Shape(4096, 11008, 16, 32, 32, 128))
     with pytest.raises(ValueError, match="The scaled FalconDraftModel takes 0.0 GB in float32"):
-        scaled_drafter(drafter, large, SHAPE)
+        scaled_drafter(drafter, large)
 
 
 def test_what_cannot_be_scaled():
@@ -793,4 +800,4 @@ def test_what_cannot_be_scaled():
     with pytest.raises(ValueError, match="does not divide the shape's, 12"):
         scaled_target(target, Shape(64, 64, 2, 8, 4, 12))
     with pytest.raises(ValueError, match="`num_lstm_layers` 2"):
-        scaled_drafter(draft_fixtures.tiny_drafter(target, num_lstm_layers=2), target, SHAPE)
+        scaled_drafter(draft_fixtures.tiny_drafter(target, num_lstm_layers=2), target)

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from draft_fixtures import HIDDEN, VOCAB, random_tokens, tiny_drafter, tiny_target
 from safetensors.torch import load_file, save_file
 from tiny_models import SAME_EVERY_ROUND
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, LlamaConfig
 
 from hf_falcon import (
     DraftOptions,
@@ -488,6 +488,29 @@ def test_config_from_target(target):
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 0)
     assert config.target_model_type == "llama" and len(config.target_fingerprint) == 16
     assert FalconDraftConfig.from_target(target.config).target_fingerprint is None
+
+
+@pytest.mark.parametrize(
+    ("target_sizes", "sizes"),
+    [
+        # SmolLM2-135M, Llama-3.2-1B, Llama-2-7B, Llama-3.1-8B, Llama-2-13B.
+        ((576, 1536, 9, 3), (1536, 3)),
+        ((2048, 8192, 32, 8), (2048, 8)),
+        ((4096, 11008, 32, 32), (4096, 8)),
+        ((4096, 14336, 32, 8), (4096, 8)),
+        ((5120, 13824, 40, 40), (5120, 8)),
+        # No divisor of 20 is nearer to 8.
+        ((640, 2560, 20, 10), (2048, 5)),
+    ],
+)
+def test_drafters_of_large_targets_are_narrower(target_sizes, sizes):
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    target = LlamaConfig(**dict(zip(names, target_sizes)))
+    config = FalconDraftConfig.from_target(target)
+    assert (config.intermediate_size, config.num_key_value_heads) == sizes
+    assert config.hidden_size == target.hidden_size and config.num_attention_heads == target.num_attention_heads
+    as_wide = FalconDraftConfig.from_target(target, **{name: getattr(target, name) for name in names})
+    assert [getattr(as_wide, name) for name in names] == list(target_sizes)
 
 
 # The target.

@@ -948,7 +948,7 @@ def arguments(workplace, output, **changes):
 def test_train_command(workplace, tmp_path):
     output = tmp_path / "new" / "drafter"
     options = {"draft_vocab_size": 20, "features_dir": tmp_path / "features", "block_size": 3, "eval_samples": 2}
-    options |= {"feature_layers": 0, "final_tau_prompts": 1}
+    options |= {"feature_layers": 0, "final_tau_prompts": 1, "intermediate_size": 40, "num_key_value_heads": 1}
     assert train.main(arguments(workplace, output, **options)) == 0
     files = {"config.json", "model.safetensors", "trainer_state.json", "provenance.json", "README.md"}
     assert files <= set(os.listdir(output))
@@ -957,6 +957,7 @@ def test_train_command(workplace, tmp_path):
     assert "training_args.bin" not in os.listdir(output)
     config = json.loads((output / "config.json").read_text())
     assert (config["block_size"], config["num_lstm_layers"], config["num_hidden_layers"]) == (3, 2, 1)
+    assert (config["intermediate_size"], config["num_key_value_heads"]) == (40, 1)
     assert config["target_model_type"] == "llama" and config["target_fingerprint"] and config["feature_layers"] == [0]
 
     drafter = FalconDraftModel.from_pretrained(output)

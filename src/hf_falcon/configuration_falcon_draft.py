@@ -66,6 +66,10 @@ _FINGERPRINT_VALUES = 16
 # Both hold a value's bfloat16 rounding exactly; float16 does not, so a float16 copy cannot be told from a fine-tune.
 _FINGERPRINT_DTYPES = (torch.float32, torch.bfloat16)
 
+# With a large target's sizes most of a drafter's weights would be MLPs.
+_WIDEST_DEFAULT_MLP = 2048
+_MOST_DEFAULT_KEY_VALUE_HEADS = 8
+
 
 class FalconDraftConfig(PreTrainedConfig):
     r"""
@@ -327,6 +331,10 @@ class FalconDraftConfig(PreTrainedConfig):
         """
         The configuration of a drafter for `target`: its vocabulary, special tokens, sizes, name and fingerprint.
 
+        Beside a large target the drafter is to take little memory and time, so it is narrower where its sizes need not
+        be the target's: MLPs are no wider than 2,048 or the hidden size, whichever is more, and at most 8 heads have
+        keys and values.
+
         Args:
             target ([`PreTrainedModel`] or [`PreTrainedConfig`]):
                 The target model, or its configuration alone. The fingerprint of the weights needs the model.
@@ -346,15 +354,20 @@ class FalconDraftConfig(PreTrainedConfig):
         if head_dim is None and hidden_size % heads != 0:
             head_dim = 2 * max(1, hidden_size // heads // 2)
         intermediate_size = _field(text_config, "intermediate_size")
+        if not isinstance(intermediate_size, int):
+            intermediate_size = 4 * hidden_size
+        kv_heads = _field(text_config, "num_key_value_heads") or heads
+        if kv_heads > _MOST_DEFAULT_KEY_VALUE_HEADS:
+            kv_heads = max(n for n in range(1, _MOST_DEFAULT_KEY_VALUE_HEADS + 1) if heads % n == 0)
         scaling = _field(text_config, "logits_scaling")
         # XLNet's is -1: no limit.
         longest = _field(text_config, "max_position_embeddings") or 0
         fields: dict[str, Any] = {
             "vocab_size": text_config.vocab_size,
             "hidden_size": hidden_size,
-            "intermediate_size": intermediate_size if isinstance(intermediate_size, int) else 4 * hidden_size,
+            "intermediate_size": min(intermediate_size, max(hidden_size, _WIDEST_DEFAULT_MLP)),
             "num_attention_heads": heads,
-            "num_key_value_heads": _field(text_config, "num_key_value_heads") or heads,
+            "num_key_value_heads": kv_heads,
             "head_dim": head_dim,
             "rms_norm_eps": _field(text_config, "rms_norm_eps") or 1e-5,
             "rope_theta": _rope_theta(text_config),

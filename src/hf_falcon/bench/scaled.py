@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import psutil
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..configuration_falcon_draft import weights_fingerprint
+from ..configuration_falcon_draft import FalconDraftConfig, weights_fingerprint
 from ..modeling_falcon_draft import FalconDraftModel
 from .medusa import MedusaLikeModel
 from .memory import weight_bytes
@@ -86,13 +86,13 @@ def scaled_target(target: PreTrainedModel, shape: Shape) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def scaled_drafter(drafter: FalconDraftModel, target: PreTrainedModel, shape: Shape) -> FalconDraftModel:
+def scaled_drafter(drafter: FalconDraftModel, target: PreTrainedModel) -> FalconDraftModel:
     """
-    A drafter for the scaled `target` with the function of `drafter`.
+    A drafter for the scaled `target` with the function of `drafter`, of the sizes that a new one would have.
 
     Raises:
-        `ValueError`: if `drafter` has parts that cannot be scaled or does not fit into the shape, or the memory is not
-            enough.
+        `ValueError`: if `drafter` has parts that cannot be scaled or does not fit into these sizes, or the memory is
+            not enough.
     """
     config = drafter.config
     if config.num_lstm_layers > 0 or config.conditioning_size > 0 or config.feature_layers:
@@ -101,10 +101,11 @@ def scaled_drafter(drafter: FalconDraftModel, target: PreTrainedModel, shape: Sh
             f"{config.conditioning_size} and `feature_layers` {config.feature_layers}: only drafters without can be "
             "scaled."
         )
+    sizes = FalconDraftConfig.from_target(target.config, num_hidden_layers=config.num_hidden_layers)
+    shape = Shape(**{field.name: getattr(sizes, field.name) for field in fields(Shape)})
     new = copy.deepcopy(config)
     for name, value in vars(shape).items():
-        if name != "num_hidden_layers":
-            setattr(new, name, value)
+        setattr(new, name, value)
     new.rms_norm_eps = config.rms_norm_eps * config.hidden_size / shape.hidden_size
     new.target_fingerprint = weights_fingerprint(target)
     with torch.device("meta"):

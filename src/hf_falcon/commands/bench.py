@@ -231,7 +231,7 @@ def _scale(models: Models, name: str) -> None:
     models.target.name_or_path = f"{report.scale(name)} that computes the function of {small.name_or_path}"
     for each, drafter in list(models.drafters.items()):
         try:
-            models.drafters[each] = scaled_drafter(drafter, models.target, shape)
+            models.drafters[each] = scaled_drafter(drafter, models.target)
         except ValueError as error:
             if each == FALCON:
                 raise

@@ -39,6 +39,9 @@ class DrafterArguments:
         block_size, num_lstm_layers, num_draft_layers, conditioning_size, feature_layers, draft_vocab_size:
             See [`FalconDraftConfig`]. One token a pass from a linear fusion if the first two are left out; the paper
             has two and two.
+        intermediate_size, num_key_value_heads (`int`, *optional*):
+            See [`FalconDraftConfig`]. Left out, they are the target's, or less beside a large one
+            ([`FalconDraftConfig.from_target`]).
 
     > Parameters that control the data
 
@@ -64,6 +67,12 @@ class DrafterArguments:
     block_size: int = field(default=1, metadata={"help": "Tokens proposed by one draft pass (k)."})
     num_lstm_layers: int = field(default=0, metadata={"help": "LSTM layers; 0 is one linear layer."})
     num_draft_layers: int = field(default=2, metadata={"help": "Decoder layers of the drafter."})
+    intermediate_size: int | None = field(
+        default=None, metadata={"help": "Width of the drafter's MLPs; made for the target if left out."}
+    )
+    num_key_value_heads: int | None = field(
+        default=None, metadata={"help": "The drafter's key and value heads; made for the target if left out."}
+    )
     conditioning_size: int = field(
         default=0, metadata={"help": "Width of the MLP that couples the tokens of a block; 0 for none."}
     )
@@ -193,6 +202,7 @@ def _config(options: DrafterArguments, target: PreTrainedModel | PreTrainedConfi
     kind = ARCHITECTURES[options.architecture].config_class
     if options.init_from is not None:
         return kind.from_pretrained(options.init_from)
+    sizes = {name: getattr(options, name) for name in ("intermediate_size", "num_key_value_heads")}
     return kind.from_target(
         target,
         block_size=options.block_size,
@@ -201,6 +211,7 @@ def _config(options: DrafterArguments, target: PreTrainedModel | PreTrainedConfi
         conditioning_size=options.conditioning_size,
         feature_layers=options.feature_layers,
         draft_vocab_size=options.draft_vocab_size,
+        **{name: size for name, size in sizes.items() if size is not None},
     )
 
 
