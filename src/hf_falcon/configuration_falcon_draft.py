@@ -66,7 +66,7 @@ _FINGERPRINT_VALUES = 16
 # Both hold a value's bfloat16 rounding exactly; float16 does not, so a float16 copy cannot be told from a fine-tune.
 _FINGERPRINT_DTYPES = (torch.float32, torch.bfloat16)
 
-# With a large target's sizes most of a drafter's weights would be MLPs.
+# With a large target's sizes most of a drafter's weights would be MLPs, and much of the rest keys' and values'.
 _WIDEST_DEFAULT_MLP = 2048
 _MOST_DEFAULT_KEY_VALUE_HEADS = 8
 
