@@ -18,12 +18,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_falcon import FalconDraftModel
-from hf_falcon.borrowed_head import BorrowedHead
 from hf_falcon.commands.models import load_drafter, load_target
-from hf_falcon.draft_cache import TrainingCache
+from hf_falcon.core.target_parts import TargetHead
 from hf_falcon.training.csgd import check_unrolling, draft_pass, judged_positions, shift_left
 from hf_falcon.training.features import target_features
 from hf_falcon.training.token_file import TokenFile
+from hf_falcon.training.training_cache import TrainingCache
 
 # Draft passes whose choices are judged, and tokens of a sample.
 PASSES, MAX_LENGTH = 3, 512
@@ -54,7 +54,7 @@ def first_choices(
         two best tokens, the entropy, the logit of the best one's probability, the pass, the predicted feature; and
         `torch.Tensor` of shape `(choices,)`, 1 where it is the target's, else 0.
     """
-    head, valid = BorrowedHead(drafter, target), torch.ones_like(token_ids, dtype=torch.bool)
+    head, valid = TargetHead(drafter, target), torch.ones_like(token_ids, dtype=torch.bool)
     places = torch.arange(token_ids.shape[1], device=token_ids.device)[None]
     features = target_features(target, token_ids, valid)
     judged = judged_positions(places >= prompt_length, valid, block_size=1)

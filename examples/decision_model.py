@@ -19,17 +19,17 @@ from transformers import PreTrainedModel
 from hf_falcon import DraftOptions, DraftTree, FalconCandidateGenerator, FalconDraftModel
 from hf_falcon.bench.decision import DecisionModel, known
 from hf_falcon.commands.models import load_drafter, load_target
-from hf_falcon.pace import Experience, Pace
-from hf_falcon.target import FeatureTap
+from hf_falcon.core.policy import AcceptanceStats, DraftPolicy
+from hf_falcon.core.target_parts import FeatureTap
+from hf_falcon.core.tree import Branches
 from hf_falcon.training.token_file import TokenFile
-from hf_falcon.tree import Branches
 
 
-class Recorder(Pace):
+class Recorder(DraftPolicy):
     """Drafts all passes, and keeps what was known before each but the first."""
 
     def __init__(self, options: DraftOptions, drafter: FalconDraftModel):
-        super().__init__(options, Experience(), drafter.device)
+        super().__init__(options, AcceptanceStats(), drafter.device)
         self.known: list[Tensor] = []
         self.rule: list[Tensor] = []
         self.depths: list[int] = []

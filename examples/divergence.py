@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from hf_falcon.bench.divergence import Parting, parting
+from hf_falcon.bench.divergence import Divergence, first_divergence
 from hf_falcon.bench.prompts import read_turns
 from hf_falcon.commands.models import encode, load_drafter, load_target, resolve_device
 
@@ -37,7 +37,7 @@ def main() -> None:
     settings = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
     settings["pad_token_id"] = 0 if settings["pad_token_id"] is None else settings["pad_token_id"]
 
-    partings: dict[str, list[Parting]] = {"plain decoding in a batch": [], "assisted decoding": []}
+    partings: dict[str, list[Divergence]] = {"plain decoding in a batch": [], "assisted decoding": []}
     batch, assisted = partings.values()
     near_ties = foreseen = 0
     for start in tqdm(range(0, len(prompts), arguments.batch_size), unit="batch", leave=False):
@@ -47,10 +47,10 @@ def main() -> None:
             inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
             length = prompt.shape[1]
             alone = target.generate(**inputs, **settings)[0, length:].tolist()
-            found = parting(target, prompt, alone, in_batch[: len(alone)])
+            found = first_divergence(target, prompt, alone, in_batch[: len(alone)])
             batch += [found] if found is not None else []
             output = target.generate(**inputs, **settings, assistant_model=drafter, return_dict_in_generate=True)
-            found = parting(target, prompt, alone, output.sequences[0, length:].tolist())
+            found = first_divergence(target, prompt, alone, output.sequences[0, length:].tolist())
             near_ties += len(output.draft_statistics.near_ties)
             if found is not None:
                 assisted.append(found)
@@ -77,7 +77,7 @@ def decode_batch(target: Any, prompts: list[torch.Tensor], settings: dict[str, A
     return output[:, length:].tolist()
 
 
-def summary(found: list[Parting]) -> list[str]:
+def summary(found: list[Divergence]) -> list[str]:
     """Median token, median and largest gap; texts that only end sooner have no gap."""
     gaps = [each.gap for each in found if each.gap is not None]
     places = f"{statistics.median(each.token for each in found):g}" if found else "-"

@@ -16,11 +16,12 @@ from contextlib import ExitStack
 import torch
 from transformers import DynamicCache
 
-from hf_falcon import compiled_rounds, packed_weights
-from hf_falcon.candidate_generator import FalconCandidateGenerator
+from hf_falcon import packed_weights
 from hf_falcon.commands.models import load_drafter, load_target
-from hf_falcon.draft_options import DraftOptions
-from hf_falcon.target import TargetRun
+from hf_falcon.core.candidate_generator import FalconCandidateGenerator
+from hf_falcon.core.draft_options import DraftOptions
+from hf_falcon.core.target_run import TargetRun
+from hf_falcon.cpu import compiled_rounds
 
 PARTS = ("commit", "draft", "score", "keep")
 # Rows that every round is taken to keep: the root and one draft token.

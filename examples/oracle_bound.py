@@ -19,10 +19,10 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from transformers import DynamicCache
 
-from hf_falcon import decoding
-from hf_falcon.candidate_generator import FalconCandidateGenerator
 from hf_falcon.commands.models import load_drafter, load_target
-from hf_falcon.target import TargetRun
+from hf_falcon.core import decoding
+from hf_falcon.core.candidate_generator import FalconCandidateGenerator
+from hf_falcon.core.target_run import TargetRun
 
 PROMPTS = (
     "Why is the sky blue, and why is it red in the evening?",
@@ -112,7 +112,7 @@ class Call:
         output = self._time("assisted_prompt", lambda: self._generate(1, assistant_model=self._drafter))
         self._seconds["other_prompt"].append(output.draft_statistics.time["other"])
         for _ in range(4):
-            self._time("target", lambda: self._run.rehearse(self._drafter.generation_config.num_assistant_tokens))
+            self._time("target", lambda: self._run.dry_run(self._drafter.generation_config.num_assistant_tokens))
             self._time("drafting", self._draft)
 
     def report(self, depth, rounds):

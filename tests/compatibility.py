@@ -157,7 +157,7 @@ def _warnings() -> Iterator[list[str]]:
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: given.append(record.getMessage())  # type: ignore[method-assign]
     transformers_logging.warning_once.cache_clear()
-    logger = logging.getLogger("hf_falcon.decoding")
+    logger = logging.getLogger("hf_falcon.core.decoding")
     logger.addHandler(handler)
     try:
         yield given

@@ -12,7 +12,7 @@ import pytest
 from transformers.utils import logging as transformers_logging
 
 import hf_falcon
-from hf_falcon import pace
+from hf_falcon.core import policy as pace
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -31,7 +31,7 @@ def hook_on():
 @pytest.fixture(autouse=True)
 def nothing_learnt():
     """What one test's rounds taught does not change how the next one drafts."""
-    pace._experiences.clear()
+    pace._acceptance_stats.clear()
 
 
 @pytest.fixture
@@ -39,4 +39,4 @@ def warnings_given(caplog):
     """A function that tells what the decoding loop warned of so far in this test; nothing before it counts."""
     transformers_logging.warning_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="hf_falcon")
-    return lambda: [r.getMessage() for r in caplog.records if r.name == "hf_falcon.decoding"]
+    return lambda: [r.getMessage() for r in caplog.records if r.name == "hf_falcon.core.decoding"]

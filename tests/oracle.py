@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_falcon import FalconCandidateGenerator, StaticTree
-from hf_falcon.costs import Costs
+from hf_falcon.core.costs import Costs
 
 
 class OracleCandidateGenerator(FalconCandidateGenerator):
@@ -114,7 +114,7 @@ def use_oracle(monkeypatch, truth: Tensor, accuracy: float = 1.0, scattered: boo
         )
         return made[-1]
 
-    monkeypatch.setattr("hf_falcon.decoding.FalconCandidateGenerator", make)
+    monkeypatch.setattr("hf_falcon.core.decoding.FalconCandidateGenerator", make)
     return made
 
 
@@ -131,4 +131,4 @@ def use_batch_oracle(monkeypatch, truth: Tensor, paddings: Iterable[int], accura
         functools.partial(OracleCandidateGenerator, truth=row[padding:], accuracy=accuracy, scattered=False, seed=0)
         for row, padding, accuracy in zip(truth.tolist(), paddings, accuracies)
     )
-    monkeypatch.setattr("hf_falcon.batched_decoding.FalconCandidateGenerator", lambda *args: next(makers)(*args))
+    monkeypatch.setattr("hf_falcon.core.decoding.FalconCandidateGenerator", lambda *args: next(makers)(*args))

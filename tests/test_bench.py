@@ -22,18 +22,18 @@ from hf_falcon.bench.prompts import read_turns
 from hf_falcon.bench.runner import Benchmark, longest_context
 from hf_falcon.bench.scaled import SHAPES, Shape, scaled_drafter, scaled_target
 from hf_falcon.bench.traces import TRACES_NAME, Trace, TraceFile
-from hf_falcon.borrowed_head import BorrowedHead
 from hf_falcon.commands import bench, train
-from hf_falcon.compiled_rounds import compiled_rounds_of
-from hf_falcon.costs import Costs
-from hf_falcon.draft_options import DraftOptions
-from hf_falcon.pace import AdaptivePace, experience_of
-from hf_falcon.packing import is_packed
-from hf_falcon.retrieval import Continuation
+from hf_falcon.core.candidate_generator import LookupMatch
+from hf_falcon.core.costs import Costs
+from hf_falcon.core.draft_options import DraftOptions
+from hf_falcon.core.policy import AdaptivePolicy, acceptance_stats_of
+from hf_falcon.core.target_parts import TargetHead
+from hf_falcon.core.tree import Branches
+from hf_falcon.cpu.compiled_rounds import compiled_rounds_of
+from hf_falcon.cpu.packing import is_packed
 from hf_falcon.training.csgd import DistillationWeights, DraftBatch, draft_loss
 from hf_falcon.training.features import target_features
 from hf_falcon.training.token_file import TokenFile
-from hf_falcon.tree import Branches
 
 
 def trace(
@@ -265,9 +265,9 @@ def test_the_decision_model_decides(models, says):
     paces = {}
     for name, given in found.items():
         costs = Costs({0: 1.0, 8: 1.4})
-        experience = experience_of(given["assistant_model"], models.target)
-        paces[name] = AdaptivePace(DraftOptions(num_assistant_tokens=8), experience, torch.device("cpu"), costs)
-        paces[name].guess(Continuation([], 0))
+        experience = acceptance_stats_of(given["assistant_model"], models.target)
+        paces[name] = AdaptivePolicy(DraftOptions(num_assistant_tokens=8), experience, torch.device("cpu"), costs)
+        paces[name].guess(LookupMatch([], 0))
     even = branches(math.log(0.3), math.log(0.3))
     chosen = {name: pace.another_pass(even, even.log_probs) for name, pace in paces.items()}
     assert chosen == {"falcon_classifier": says > 0, "falcon_classifier@3": says > 0, "falcon": True}
@@ -696,7 +696,7 @@ def test_medusa_like_generates_and_learns(tmp_path):
     # One pass, so no node is deeper than there are heads.
     assert 0 < output.draft_statistics.drafted_tokens and len(output.draft_statistics.accepted_by_depth) <= 3
 
-    head, drafter = BorrowedHead(drafter, target), drafter.train()
+    head, drafter = TargetHead(drafter, target), drafter.train()
     ids = draft_fixtures.random_tokens(2, 24)
     valid = torch.ones_like(ids, dtype=torch.bool)
     batch = DraftBatch(target_features(target, ids, valid), ids, valid, valid, torch.arange(2))

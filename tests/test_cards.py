@@ -8,10 +8,10 @@ import pytest
 from huggingface_hub import ModelCard, ModelCardData
 from safetensors import safe_open
 
-from hf_falcon.checkpoint_files import digests
 from hf_falcon.commands import main as entry
 from hf_falcon.commands.architectures import ARCHITECTURES
 from hf_falcon.commands.models import DRAFTER_NAME, TARGET_NAME
+from hf_falcon.core.checkpoint_files import digests
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = [pytest.param(file.parent, id=file.parent.name) for file in sorted(ROOT.glob("hub_cards/*/README.md"))]

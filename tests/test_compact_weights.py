@@ -12,10 +12,11 @@ from test_compiled_rounds import Backend, compiled_by, drafter_of, generate
 from tiny_models import prompt, tiny_target
 
 import hf_falcon
-from hf_falcon import compact_linears, compact_weights, few_rows
-from hf_falcon.compact_weights import compact
-from hf_falcon.compiled_rounds import compiled_rounds_of
-from hf_falcon.packed_layouts import BlockLayout, PackedWeight
+from hf_falcon.cpu import compact_linears, compact_weights
+from hf_falcon.cpu import skinny_gemm as skinny_gemm
+from hf_falcon.cpu.compact_weights import compact
+from hf_falcon.cpu.compiled_rounds import compiled_rounds_of
+from hf_falcon.cpu.packed_layouts import BlockLayout, PackedWeight
 
 GRIDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 OUTPUTS, INPUTS = 48, 96
@@ -100,13 +101,13 @@ def test_changes_are_noticed(change):
 
 @pytest.fixture
 def backend(monkeypatch):
-    for module in (compact_linears, few_rows):
+    for module in (compact_linears, skinny_gemm):
         monkeypatch.setattr(module, "blocks_pay", lambda: True)
-    monkeypatch.setattr("hf_falcon.compiling._is_faster", _without_timing)
+    monkeypatch.setattr("hf_falcon.cpu.compiling._is_faster", _without_timing)
     return Backend()
 
 
-_is_faster = hf_falcon.compiling._is_faster
+_is_faster = hf_falcon.cpu.compiling._is_faster
 
 
 def _without_timing(*arguments):
@@ -194,7 +195,7 @@ def test_weights_that_change(target, backend, packed, scale):
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 @pytest.mark.parametrize("kind", ["Q4_1", "bfloat16"])
 def test_text_equals_plain_by_the_default_compiler(kind, monkeypatch):
-    monkeypatch.setattr("hf_falcon.compiling._is_faster", _without_timing)
+    monkeypatch.setattr("hf_falcon.cpu.compiling._is_faster", _without_timing)
     target = copy.deepcopy(tiny_target("llama"))
     for linear in (module for module in target.modules() if isinstance(module, torch.nn.Linear)):
         narrow = kind == "bfloat16" or linear.in_features % 32

@@ -13,9 +13,10 @@ from test_compiled_rounds import Backend, compiled_by, generate, slow, wrong
 from tiny_models import prompt, tiny_drafter, tiny_target
 
 import hf_falcon
-from hf_falcon import FalconCandidateGenerator, compact_weights, compiling
-from hf_falcon.compiled_rounds import compiled_passes_of
-from hf_falcon.packed_layouts import blocks_pay
+from hf_falcon import FalconCandidateGenerator
+from hf_falcon.cpu import compact_weights, compiling
+from hf_falcon.cpu.compiled_rounds import compiled_passes_of
+from hf_falcon.cpu.packed_layouts import blocks_pay
 
 SIZES = (4,)
 WIDTH = 3

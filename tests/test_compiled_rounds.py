@@ -16,10 +16,10 @@ from transformers import CompileConfig, DynamicCache
 from transformers.utils import output_capturing
 
 import hf_falcon
-from hf_falcon import compiling, packed_layouts
-from hf_falcon.compiled_rounds import compiled_rounds_of
-from hf_falcon.packing import is_packed
-from hf_falcon.target import TargetRun
+from hf_falcon.core.target_run import TargetRun
+from hf_falcon.cpu import compiling, packed_layouts
+from hf_falcon.cpu.compiled_rounds import compiled_rounds_of
+from hf_falcon.cpu.packing import is_packed
 
 SIZES = (1, 4, 8)
 NEW_TOKENS = 24
@@ -194,7 +194,7 @@ def test_packed_weights(dtype, backend):
 
 
 def test_oneDNN_weights(backend, monkeypatch):
-    monkeypatch.setattr("hf_falcon.packed_layouts.blocks_pay", lambda: False)
+    monkeypatch.setattr("hf_falcon.cpu.packed_layouts.blocks_pay", lambda: False)
     test_packed_weights(torch.float32, backend)
 
 

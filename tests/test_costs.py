@@ -8,8 +8,8 @@ import torch
 from oracle import FreeDrafting
 from tiny_models import TARGETS, prompt, tiny_drafter, tiny_target
 
-from hf_falcon import costs
-from hf_falcon.costs import Circumstances, Costs
+from hf_falcon.core import costs
+from hf_falcon.core.costs import CostKey, Costs
 
 
 @pytest.fixture
@@ -102,33 +102,33 @@ def test_an_interruption_says_little():
     assert found._plain_seconds < 1.2 and found.draft_pass < 0.3
 
 
-def circumstances(target, context=100, max_nodes=8):
-    return Circumstances.of(target, context, max_nodes)
+def cost_key(target, context=100, max_nodes=8):
+    return CostKey.of(target, context, max_nodes)
 
 
 def test_kept_on_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path / "own"))
     target, other = tiny_target("llama"), tiny_target("qwen2")
     seconds = {0: 0.5, 8: 1.25}
-    assert costs.load(target, circumstances(target)) is None
-    costs.save(target, circumstances(target), seconds)
-    assert costs.load(target, circumstances(target)) == seconds
-    assert costs.load(target, circumstances(target, context=2048)) == seconds
-    for key in (circumstances(target, context=2049), circumstances(target, max_nodes=9)):
+    assert costs.load(target, cost_key(target)) is None
+    costs.save(target, cost_key(target), seconds)
+    assert costs.load(target, cost_key(target)) == seconds
+    assert costs.load(target, cost_key(target, context=2048)) == seconds
+    for key in (cost_key(target, context=2049), cost_key(target, max_nodes=9)):
         assert costs.load(target, key) is None
-    assert costs.load(other, circumstances(other)) is None
+    assert costs.load(other, cost_key(other)) is None
     [file] = (tmp_path / "own" / "costs").iterdir()
     for broken in ("", "{}", "[1]", '{"seconds": {"0": "x"}}', '{"seconds": {"1": 1.0}}', '{"seconds": {"0": -1}}'):
         file.write_text(broken)
-        assert costs.load(target, circumstances(target)) is None
+        assert costs.load(target, cost_key(target)) is None
 
 
 def test_no_place_to_keep_them(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path / "file"))
     target = tiny_target("llama")
-    costs.save(target, circumstances(target), {0: 1.0})
-    assert costs.load(target, circumstances(target)) is None
+    costs.save(target, cost_key(target), {0: 1.0})
+    assert costs.load(target, cost_key(target)) is None
 
 
 def test_measured_once_and_kept(tmp_path, monkeypatch):
@@ -136,9 +136,9 @@ def test_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
     made = []
     monkeypatch.setattr(
-        "hf_falcon.decoding.measure", lambda forward, nodes, device: made.append(nodes) or {0: 1.0, nodes: 1.0}
+        "hf_falcon.core.decoding.measure", lambda forward, nodes, device: made.append(nodes) or {0: 1.0, nodes: 1.0}
     )
-    monkeypatch.setattr("hf_falcon.decoding.holds", lambda seconds, forward, device: True)
+    monkeypatch.setattr("hf_falcon.core.decoding.still_valid", lambda seconds, forward, device: True)
     options = {"num_assistant_tokens_schedule": "heuristic", "num_assistant_tokens": 6}
     llama = TARGETS["llama"]()
     for target in (llama, llama, TARGETS["llama"](), TARGETS["qwen2"]()):
@@ -166,17 +166,17 @@ def test_kept_times_of_a_busy_moment_do_not_hold(kept, true, monkeypatch):
         now[0] += 2.0 if nodes == 0 else 3.0
 
     monkeypatch.setattr(costs.time, "perf_counter", lambda: now[0])
-    assert costs.holds(kept, forward, torch.device("cpu")) == true
+    assert costs.still_valid(kept, forward, torch.device("cpu")) == true
 
 
 def test_times_that_do_not_hold_are_measured_anew(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
     target = TARGETS["llama"]()
     drafter = tiny_drafter(target, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=6)
-    costs.save(target, costs.Circumstances.of(target, 5, 6), {0: 1.0, 6: 50.0})
-    monkeypatch.setattr("hf_falcon.decoding.measure", lambda forward, nodes, device: {0: 1.0, nodes: 1.5})
+    costs.save(target, costs.CostKey.of(target, 5, 6), {0: 1.0, 6: 50.0})
+    monkeypatch.setattr("hf_falcon.core.decoding.measure", lambda forward, nodes, device: {0: 1.0, nodes: 1.5})
     target.generate(prompt(5), assistant_model=drafter, max_new_tokens=6, do_sample=False)
-    assert costs.load(target, costs.Circumstances.of(target, 5, 6)) == {0: 1.0, 6: 1.5}
+    assert costs.load(target, costs.CostKey.of(target, 5, 6)) == {0: 1.0, 6: 1.5}
 
 
 def test_the_prompts_commit_is_no_rounds(tmp_path, monkeypatch):
@@ -187,7 +187,7 @@ def test_the_prompts_commit_is_no_rounds(tmp_path, monkeypatch):
         def observe_drafting(self, commit_seconds, pass_seconds, passes):
             seen.append(commit_seconds)
 
-    monkeypatch.setattr("hf_falcon.decoding.Costs", Recorded)
+    monkeypatch.setattr("hf_falcon.core.decoding.Costs", Recorded)
     target = TARGETS["llama"]()
     drafter = tiny_drafter(target, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=6)
     target.generate(prompt(40), assistant_model=drafter, max_new_tokens=12, do_sample=False)

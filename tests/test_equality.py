@@ -14,7 +14,7 @@ from oracle import FreeDrafting, use_oracle
 from tiny_models import EXTRAS, ROPE_SCALED, TARGETS, prompt, tiny_drafter, tiny_target
 from transformers import PreTrainedModel
 
-from hf_falcon.pace import experience_of
+from hf_falcon.core.policy import acceptance_stats_of
 
 NEW_TOKENS = 34
 # Ranks with gaps, leaves at every depth, and the deepest of them not on the first ranks.
@@ -105,8 +105,8 @@ def check(monkeypatch, name: str, case: Case, settings: tuple = (), seed: int = 
     drafter = tiny_drafter(target, case.block_size, case.num_lstm_layers, case.extra, **options_of(case))
     expected = plain(name, case.prompt_length, settings, seed)
     draft = DRAFTS[case.draft]
-    monkeypatch.setattr("hf_falcon.decoding.Costs", FreeDrafting)
-    experience_of(drafter, target).costs.clear()
+    monkeypatch.setattr("hf_falcon.core.decoding.Costs", FreeDrafting)
+    acceptance_stats_of(drafter, target).costs.clear()
     made = [] if draft is None else use_oracle(monkeypatch, expected, seed=seed, **draft)
     torch.manual_seed(seed)
     output = target.generate(

@@ -10,9 +10,9 @@ from tiny_models import prompt, tiny_drafter, tiny_target
 from torch import nn
 
 import hf_falcon
-from hf_falcon import few_rows as module
-from hf_falcon.few_rows import FewRowsLinear, few_rows, linears_of
-from hf_falcon.packed_layouts import blocks_pay
+from hf_falcon.cpu import skinny_gemm as module
+from hf_falcon.cpu.packed_layouts import blocks_pay
+from hf_falcon.cpu.skinny_gemm import SkinnyLinear, linears_of, skinny_gemm
 
 pytestmark = pytest.mark.skipif(not blocks_pay(), reason="needs MKL and AVX-512")
 
@@ -49,7 +49,7 @@ def test_values_are_those_of_the_ordinary_layer(outputs, bias, blocks_used):
     for rows in range(1, 20):
         states = torch.randn(1, rows, 40)
         expected = layer(states)
-        with few_rows(layer, linears_of(layer)):
+        with skinny_gemm(layer, linears_of(layer)):
             found = layer(states)
         torch.testing.assert_close(found, expected)
         assert found.is_contiguous() and (4 <= rows <= 12 or torch.equal(found, expected))
@@ -58,19 +58,19 @@ def test_values_are_those_of_the_ordinary_layer(outputs, bias, blocks_used):
 
 @pytest.mark.parametrize("rows, touched", [(None, True), (3, False), (4, True), (12, True), (13, False)])
 def test_layers_are_touched_where_it_pays(rows, touched, linear):
-    with few_rows(linear, linears_of(linear), rows):
-        assert (type(linear) is FewRowsLinear) == touched
+    with skinny_gemm(linear, linears_of(linear), rows):
+        assert (type(linear) is SkinnyLinear) == touched
     assert type(linear) is nn.Linear
 
 
 @torch.no_grad()
 def test_all_is_as_it_was_afterwards(linear):
     linears = linears_of(linear)
-    with pytest.raises(KeyError), few_rows(linear, linears):
-        with few_rows(linear, linears):
-            assert type(linear) is FewRowsLinear
+    with pytest.raises(KeyError), skinny_gemm(linear, linears):
+        with skinny_gemm(linear, linears):
+            assert type(linear) is SkinnyLinear
         # The inner one leaves it to the outer one.
-        assert type(linear) is FewRowsLinear
+        assert type(linear) is SkinnyLinear
         assert linears_of(linear) == [linear]
         raise KeyError
     assert type(linear) is nn.Linear and not module._users
@@ -81,7 +81,7 @@ def test_all_is_as_it_was_afterwards(linear):
 def test_other_threads_have_ordinary_layers(linear, blocks_used):
     states, found = torch.randn(8, 40), []
     expected = linear(states)
-    with few_rows(linear, linears_of(linear)):
+    with skinny_gemm(linear, linears_of(linear)):
         other = threading.Thread(target=lambda: found.append(linear(states)))
         other.start()
         other.join()
@@ -115,7 +115,7 @@ def test_only_plain_float32_layers_on_the_cpu():
 
 @torch.no_grad()
 def test_autocast_has_its_own_products(linear, blocks_used):
-    with torch.autocast("cpu", torch.bfloat16), few_rows(linear, linears_of(linear)):
+    with torch.autocast("cpu", torch.bfloat16), skinny_gemm(linear, linears_of(linear)):
         assert linear(torch.randn(8, 40)).dtype == torch.bfloat16
     assert not blocks_used
 

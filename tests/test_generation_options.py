@@ -19,7 +19,7 @@ from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_falcon import FalconGenerateOutput
-from hf_falcon.target import why_no_tree
+from hf_falcon.core.target_support import unsupported_reason
 
 # Full attention, a window, both of them in one model, and positions that are learnt.
 SOME = ("llama", "mistral-window", "gemma2", "qwen2-mixed", "gpt2")
@@ -296,7 +296,7 @@ def test_attention_that_takes_no_mask(implementation, monkeypatch):
     target = tiny_target("llama")
     monkeypatch.setattr(target.config, "_attn_implementation_internal", implementation)
     given = {"past_key_values": DynamicCache(config=target.config)}
-    assert implementation in why_no_tree(target, prompt(9), target.generation_config, given)
+    assert implementation in unsupported_reason(target, prompt(9), target.generation_config, given)
 
 
 @pytest.mark.parametrize("name", RECURRENT)

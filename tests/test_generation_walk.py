@@ -38,7 +38,7 @@ from transformers import (
 )
 
 from hf_falcon import DraftOptions
-from hf_falcon.drafting import Drafting
+from hf_falcon.core.candidate_generator import Drafting
 
 NEW_TOKENS = 24
 PROMPT = 9

@@ -10,8 +10,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from hf_falcon import grouped_attention as module
-from hf_falcon.grouped_attention import grouped_attention, grouped_sdpa
+from hf_falcon.cpu import grouped_attention as module
+from hf_falcon.cpu.grouped_attention import grouped_attention, grouped_sdpa
 
 
 def inputs(heads: int = 6, kv_heads: int = 2, rows: int = 5, slots: int = 12, batch: int = 1, width: int = 4):

@@ -9,7 +9,7 @@ from tiny_models import prompt, tiny_drafter, tiny_target
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from hf_falcon.growing_cache import GrowingLayer, give_back, grow_in_place
+from hf_falcon.core.caches import GrowingLayer, give_back, grow_in_place
 
 
 def rows(count: int, batch: int = 1) -> torch.Tensor:

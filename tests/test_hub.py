@@ -11,7 +11,7 @@ from hub_server import TOKEN, USER, running_hub
 from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
 
 import hf_falcon
-from hf_falcon.remote_code import core_files
+from hf_falcon.core.checkpoint_files import core_files
 
 SOURCE = Path(hf_falcon.__file__).parent
 NAME = f"{USER}/falcon-draft-tiny"

@@ -20,7 +20,7 @@ import hf_falcon
 from hf_falcon.commands import chat, generate
 from hf_falcon.commands import main as entry
 from hf_falcon.commands.card import MARK, render_card, write_card
-from hf_falcon.packing import is_packed
+from hf_falcon.cpu.packing import is_packed
 
 SOURCE = Path(hf_falcon.__file__).parent
 SHIPPED = SOURCE.parents[1] / "hub_cards"

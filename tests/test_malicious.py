@@ -199,7 +199,7 @@ def peft(monkeypatch):
     for module in (
         transformers.models.auto.auto_factory,
         transformers.integrations.peft,
-        hf_falcon.checkpoint_files,
+        hf_falcon.core.checkpoint_files,
     ):
         monkeypatch.setattr(module, "is_peft_available", lambda: True)
 

@@ -13,17 +13,12 @@ from safetensors.torch import load_file, save_file
 from tiny_models import SAME_EVERY_ROUND
 from transformers import AutoConfig, AutoModel, LlamaConfig
 
-from hf_falcon import (
-    DraftOptions,
-    FalconCandidateGenerator,
-    FalconDraftConfig,
-    FalconDraftModel,
-    borrowed_head,
-    decoding,
-)
-from hf_falcon import candidate_generator as candidate_generator_module
-from hf_falcon.borrowed_head import BorrowedHead, was_trained_for
-from hf_falcon.modeling_falcon_draft import block_ends, relaxed_causal_mask
+from hf_falcon import DraftOptions, FalconCandidateGenerator, FalconDraftConfig, FalconDraftModel
+from hf_falcon.core import candidate_generator as candidate_generator_module
+from hf_falcon.core import decoding
+from hf_falcon.core import target_parts as borrowed_head
+from hf_falcon.core.modeling_falcon_draft import block_ends, relaxed_causal_mask
+from hf_falcon.core.target_parts import TargetHead, was_trained_for
 from hf_falcon.training.features import target_features
 
 SHAPES = [(k, layers) for k in (1, 2, 3, 4) for layers in (0, 1, 2)]
@@ -523,13 +518,13 @@ def test_borrowed_head_gives_the_targets_logits(kind):
     features = target_features(target, tokens, torch.ones_like(tokens, dtype=torch.bool))
     with torch.no_grad():
         expected = target(tokens).logits
-    head = BorrowedHead(tiny_drafter(target), target)
+    head = TargetHead(tiny_drafter(target), target)
     close(head.logits(features), expected, 1e-4)
     assert torch.equal(head.to_target_ids(torch.arange(VOCAB)), torch.arange(VOCAB))
     close(head.embed(tokens), target.get_input_embeddings()(tokens).detach())
 
     drafter = tiny_drafter(target, draft_vocab_size=20)
-    head = BorrowedHead(drafter, target)
+    head = TargetHead(drafter, target)
     close(head.logits(features), expected[..., drafter.draft_vocab_ids], 1e-4)
     assert torch.equal(head.to_target_ids(torch.arange(20)), drafter.draft_vocab_ids)
 
@@ -545,7 +540,7 @@ def test_borrowed_head_gives_the_targets_logits(kind):
 def test_wrong_target(target, kind, changes, message):
     drafter, wrong = tiny_drafter(target), tiny_target(kind, **changes)
     with pytest.raises(ValueError, match=f"{message}.*Use that target, or train a drafter for this one"):
-        BorrowedHead(drafter, wrong)
+        TargetHead(drafter, wrong)
     with pytest.raises(ValueError, match=message):
         wrong.generate(random_tokens(1, 4), assistant_model=drafter, max_new_tokens=4, do_sample=False)
 

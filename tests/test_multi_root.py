@@ -7,8 +7,8 @@ import torch
 from tiny_models import prompt, tiny_drafter, tiny_target
 from transformers.generation.streamers import BaseStreamer
 
-from hf_falcon import multi_root
-from hf_falcon.statistics import StatisticsRecorder
+from hf_falcon.core import sampling as multi_root
+from hf_falcon.core.statistics import StatisticsRecorder
 
 DRAFTERS = [(1, 0, "nothing"), (2, 0, "conditioning"), (2, 1, "layers"), (3, 2, "nothing")]
 

@@ -9,7 +9,7 @@ import torch
 from oracle import use_oracle
 from tiny_models import prompt, tiny_drafter, tiny_target
 
-from hf_falcon.near_ties import NearTies
+from hf_falcon.core.statistics import NearTies
 
 NEW_TOKENS = 30
 DICT = {"return_dict_in_generate": True}

@@ -9,7 +9,7 @@ from draft_fixtures import random_tokens, tiny_drafter, tiny_target
 from transformers import GenerationConfig
 
 from hf_falcon import DraftOptions, FalconCandidateGenerator
-from hf_falcon.tree import DynamicTree, StaticTree, static_paths
+from hf_falcon.core.tree import DynamicTree, StaticTree, static_paths
 
 COUNTS = ("num_assistant_tokens", "num_draft_passes", "draft_top_k", "draft_width")
 

@@ -10,27 +10,27 @@ from oracle import FreeDrafting, use_oracle
 from tiny_models import prompt, tiny_drafter, tiny_target
 
 from hf_falcon import FalconCandidateGenerator
-from hf_falcon.costs import Circumstances, Costs
-from hf_falcon.draft_options import DraftOptions
-from hf_falcon.pace import AdaptivePace, Experience, RoundTime, experience_of
-from hf_falcon.retrieval import Continuation
-from hf_falcon.tree import Branches, DraftTree, DynamicRound, DynamicTree, single_node
+from hf_falcon.core.candidate_generator import LookupMatch
+from hf_falcon.core.costs import CostKey, Costs
+from hf_falcon.core.draft_options import DraftOptions
+from hf_falcon.core.policy import AcceptanceStats, AdaptivePolicy, RoundTime, acceptance_stats_of
+from hf_falcon.core.tree import Branches, DraftTree, DynamicRound, DynamicTree, single_node
 
 CPU = torch.device("cpu")
-NO_GUESS = Continuation([], 0)
+NO_GUESS = LookupMatch([], 0)
 
 
-def pace(experience=None, nodes=8, node_cost=0.05, pass_cost=0.1) -> AdaptivePace:
+def pace(experience=None, nodes=8, node_cost=0.05, pass_cost=0.1) -> AdaptivePolicy:
     costs = Costs({0: 1.0, nodes: 1.0 + nodes * node_cost})
     costs.draft_pass = costs.commit = pass_cost
-    made = AdaptivePace(DraftOptions(num_assistant_tokens=nodes), experience or Experience(), CPU, costs)
+    made = AdaptivePolicy(DraftOptions(num_assistant_tokens=nodes), experience or AcceptanceStats(), CPU, costs)
     made.guess(NO_GUESS)
     return made
 
 
 @pytest.mark.parametrize("rate", [1.0, 1.7, 4.0])
 def test_verifies_the_nodes_that_pay(rate):
-    draws, experience = random.Random(0), Experience()
+    draws, experience = random.Random(0), AcceptanceStats()
     experience.rate = rate
     for _ in range(50):
         probs = sorted((draws.random() ** 3 for _ in range(8)), reverse=True)
@@ -39,11 +39,11 @@ def test_verifies_the_nodes_that_pay(rate):
 
 
 def test_kept_calibration_is_where_learning_starts():
-    experience = Experience()
+    experience = AcceptanceStats()
     experience.depth(1).observe(1.0)
     learnt = experience.depth(1).value
     options, costs = DraftOptions(draft_calibration=[0.5, 0.25]), Costs({0: 1.0, 8: 1.4})
-    made = AdaptivePace(options, experience, CPU, costs)
+    made = AdaptivePolicy(options, experience, CPU, costs)
     # What this process has learnt stays; the depth of which it knows nothing starts from what was kept.
     assert experience.depth(1).value == learnt
     assert made.correction(2) == pytest.approx(math.log(0.25)) and made.correction(3) == 0.0
@@ -63,11 +63,11 @@ def test_a_likely_guess_needs_no_pass():
     branches, best = Branches(torch.arange(1), torch.arange(1), torch.tensor([0.9]).log()), torch.tensor([0.9]).log()
     sure = pace()
     assert sure.another_pass(branches, best)
-    sure.guess(Continuation([5, 6], 32))
+    sure.guess(LookupMatch([5, 6], 32))
     assert not sure.another_pass(branches, best)
 
 
-def run_rounds(made: AdaptivePace, rounds: int, accepted: int, drafter_seconds: float) -> int:
+def run_rounds(made: AdaptivePolicy, rounds: int, accepted: int, drafter_seconds: float) -> int:
     """Plays rounds in which `accepted` tokens of a chain of 4 are right; returns how many were drafted."""
     drafted = 0
     for _ in range(rounds):
@@ -130,32 +130,34 @@ def test_probabilities_are_corrected():
 
 
 def test_matches_are_learnt():
-    experience = Experience()
+    experience = AcceptanceStats()
     made = pace(experience)
     before = experience.match(3).value
     root = single_node(torch.zeros(1, dtype=torch.long))
     for _ in range(100):
-        made.guess(Continuation([7, 8, 9], 3))
+        made.guess(LookupMatch([7, 8, 9], 3))
         made.observe(root, torch.arange(1), [7], 0, RoundTime(target=1.0))
-    assert experience.match(3).value > max(before, 0.9) and experience.match(4).value == Experience().match(4).value
+    assert (
+        experience.match(3).value > max(before, 0.9) and experience.match(4).value == AcceptanceStats().match(4).value
+    )
     for _ in range(100):
-        made.guess(Continuation([7, 8, 9], 3))
+        made.guess(LookupMatch([7, 8, 9], 3))
         made.observe(root, torch.arange(1), [1], 0, RoundTime(target=1.0))
     assert experience.match(3).value < before
 
 
 def test_what_never_happens_keeps_a_least_share():
-    experience = Experience()
+    experience = AcceptanceStats()
     for share in (experience.match(2), experience.depth(1)):
         for _ in range(10_000):
             share.observe(0.0)
     made = pace(experience)
-    assert made.guess(Continuation([4], 2)).first == pytest.approx(1e-3)
+    assert made.guess(LookupMatch([4], 2)).first == pytest.approx(1e-3)
     assert made.correction(1) == pytest.approx(math.log(1e-3))
 
 
 def test_a_guess_grows_less_likely():
-    guess = pace().guess(Continuation([4, 5, 6], 2))
+    guess = pace().guess(LookupMatch([4, 5, 6], 2))
     assert guess.token_ids.tolist() == [4, 5, 6] and guess.first == pytest.approx(0.47)
     assert guess.log_probs.exp().tolist() == pytest.approx([0.47, 0.47 * 0.57, 0.47 * 0.57 * 0.73])
 
@@ -215,7 +217,10 @@ def test_a_path_joins_the_tree():
 
 def test_passes_are_tried_again():
     """What they bring is seen where there are some: bad luck must not end them for good."""
-    experience, branches = Experience(), Branches(torch.arange(2), torch.arange(2), torch.tensor([0.5, 0.2]).log())
+    experience, branches = (
+        AcceptanceStats(),
+        Branches(torch.arange(2), torch.arange(2), torch.tensor([0.5, 0.2]).log()),
+    )
     experience.pass_worth = 0.01
     made, answers = pace(experience), []
     for _ in range(20):
@@ -228,8 +233,8 @@ def test_passes_are_tried_again():
 
 
 def test_other_circumstances_share_probabilities_and_nothing_else():
-    usual = Circumstances.of(tiny_target("llama"), 100, 8)
-    experience = Experience()
+    usual = CostKey.of(tiny_target("llama"), 100, 8)
+    experience = AcceptanceStats()
     assert experience.under(usual) is experience
     for other in ({"rows": 2}, {"packed": True}, {"compiled": (1, 8)}, {"packed": True, "compiled": (1, 8)}):
         found = experience.under(usual._replace(**other))
@@ -238,19 +243,19 @@ def test_other_circumstances_share_probabilities_and_nothing_else():
         found.rate = 5.0
         assert experience.depths is found.depths and experience.matches is found.matches
         assert found.continued is experience.continued
-    assert experience.rate == Experience().rate
+    assert experience.rate == AcceptanceStats().rate
 
 
 @pytest.mark.parametrize("block_size", [1, 2])
 def test_drafts_all_it_can_where_that_is_free(block_size, monkeypatch):
     target, ids = tiny_target("llama"), prompt(9)
     expected = target.generate(ids, max_new_tokens=40, do_sample=False)
-    monkeypatch.setattr("hf_falcon.decoding.Costs", FreeDrafting)
+    monkeypatch.setattr("hf_falcon.core.decoding.Costs", FreeDrafting)
     use_oracle(monkeypatch, expected)
     drafter = tiny_drafter(
         target, block_size, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=20, num_draft_passes=8
     )
-    experience_of(drafter, target).costs.clear()
+    acceptance_stats_of(drafter, target).costs.clear()
     options = {"assistant_model": drafter, "max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
     output = target.generate(ids, **options)
     assert output.sequences.tolist() == expected.tolist()
@@ -266,7 +271,7 @@ def test_plain_decoding_where_drafting_never_pays(monkeypatch):
             super().__init__(seconds)
             self.draft_pass = self.commit = 0.9
 
-    monkeypatch.setattr("hf_falcon.decoding.Costs", Costly)
+    monkeypatch.setattr("hf_falcon.core.decoding.Costs", Costly)
     commits = []
     commit = FalconCandidateGenerator.commit
 
@@ -277,7 +282,7 @@ def test_plain_decoding_where_drafting_never_pays(monkeypatch):
 
     monkeypatch.setattr(FalconCandidateGenerator, "commit", counted)
     drafter = tiny_drafter(target, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=6)
-    experience_of(drafter, target).costs.clear()
+    acceptance_stats_of(drafter, target).costs.clear()
     expected = target.generate(ids, max_new_tokens=150, do_sample=False)
     output = target.generate(
         ids, assistant_model=drafter, max_new_tokens=150, do_sample=False, return_dict_in_generate=True

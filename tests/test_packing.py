@@ -13,10 +13,10 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_falcon
-from hf_falcon.borrowed_head import BorrowedHead, was_trained_for
-from hf_falcon.configuration_falcon_draft import weights_fingerprint
-from hf_falcon.packed_layouts import BlockLayout, OneDnnLayout, PackedWeight, blocks_pay, layout_of
-from hf_falcon.packing import PackedLinear, is_packed
+from hf_falcon.core.checkpoint_files import weights_fingerprint
+from hf_falcon.core.target_parts import TargetHead, was_trained_for
+from hf_falcon.cpu.packed_layouts import BlockLayout, OneDnnLayout, PackedWeight, blocks_pay, layout_of
+from hf_falcon.cpu.packing import PackedLinear, is_packed
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="packed weights need oneDNN")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -279,9 +279,9 @@ def test_a_drafter_borrows_a_packed_head(tied):
     target = fresh(tied=tied)
     drafter = tiny_drafter(target)
     features = torch.randn(1, 3, 32)
-    expected = BorrowedHead(drafter, target).logits(features)
+    expected = TargetHead(drafter, target).logits(features)
     with hf_falcon.packed_weights(target):
-        assert torch.equal(BorrowedHead(drafter, target).logits(features), expected)
+        assert torch.equal(TargetHead(drafter, target).logits(features), expected)
 
 
 def test_a_packed_target_is_recognised():

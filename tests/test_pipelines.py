@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TextStreamer, pipeline
 from transformers.pipelines import base
 
 import hf_falcon
-from hf_falcon.modeling_falcon_draft import FalconDraftModel
+from hf_falcon.core.drafter import FalconDraftModel
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a{% endif %}"

@@ -278,7 +278,7 @@ def test_every_message_is_provoked():
 def test_message(number, saved, tmp_path, warnings_given, monkeypatch):
     shutil.copytree(saved / "drafter", tmp_path / "drafter")
     monkeypatch.setattr(models, "TARGET_PACKAGE", "a_package_that_is_not_there")
-    monkeypatch.setattr(hf_falcon.checkpoint_files, "is_peft_available", lambda: True)
+    monkeypatch.setattr(hf_falcon.core.checkpoint_files, "is_peft_available", lambda: True)
     try:
         seen = MISTAKES[number](saved, tmp_path, warnings_given)
     except Exception as error:

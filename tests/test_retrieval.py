@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from hf_falcon.retrieval import ContextIndex
+from hf_falcon.core.candidate_generator import PromptLookup
 
 LENGTHS = (8, 5, 4, 3, 2)
 
@@ -31,7 +31,7 @@ def search(tokens: list[int], limit: int) -> tuple[list[int], int]:
 def test_finds_what_a_search_finds(alphabet, chunk):
     draws = random.Random(alphabet)
     tokens = [draws.randrange(alphabet) for _ in range(150)]
-    index = ContextIndex()
+    index = PromptLookup()
     for start in range(0, len(tokens), chunk):
         index.extend(tokens[start : start + chunk])
         known = tokens[: start + chunk]
@@ -41,13 +41,13 @@ def test_finds_what_a_search_finds(alphabet, chunk):
 
 
 def test_a_repetition_goes_on():
-    index = ContextIndex()
+    index = PromptLookup()
     index.extend([1, 2, 3, 1, 2, 3, 1, 2])
     assert index.continuation(7).token_ids == [3, 1, 2, 3, 1, 2, 3]
 
 
 def test_nothing_is_found():
-    index = ContextIndex()
+    index = PromptLookup()
     assert index.continuation(5) == ([], 0)
     index.extend([1, 2, 3, 4, 1])
     assert index.continuation(5) == ([], 0)

@@ -11,8 +11,8 @@ from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import hf_falcon
-from hf_falcon.costs import cache_folder
-from hf_falcon.packing import is_packed
+from hf_falcon.core.costs import cache_folder
+from hf_falcon.cpu.packing import is_packed
 
 ADAPTIVE = {"num_assistant_tokens_schedule": "heuristic", "prompt_lookup_num_tokens": 8}
 

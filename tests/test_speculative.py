@@ -15,9 +15,10 @@ from tiny_models import prompt, tiny_drafter, tiny_target
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from hf_falcon import DraftOptions, StaticTree, speculative
-from hf_falcon.speculative import SamplingCandidateGenerator, accept_one
-from hf_falcon.verification import TokenSequence
+from hf_falcon import DraftOptions, StaticTree
+from hf_falcon.core import sampling as speculative
+from hf_falcon.core.sampling import SamplingCandidateGenerator, accept_one
+from hf_falcon.core.verification import TokenSequence
 
 VOCAB = 4
 

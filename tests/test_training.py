@@ -28,11 +28,11 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainerState,
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_falcon import FalconDraftConfig, FalconDraftModel
-from hf_falcon.borrowed_head import BorrowedHead
 from hf_falcon.commands import main as entry
 from hf_falcon.commands import plan, train
 from hf_falcon.commands.train import frequent_tokens
-from hf_falcon.configuration_falcon_draft import weights_fingerprint
+from hf_falcon.core.checkpoint_files import weights_fingerprint
+from hf_falcon.core.target_parts import TargetHead
 from hf_falcon.training import csgd, distillation, features
 from hf_falcon.training.csgd import (
     DistillationWeights,
@@ -172,7 +172,7 @@ def test_distillation_loss(monkeypatch, kind, draft_vocab_size, soft, chunk):
     monkeypatch.setattr(distillation, "_CHUNK_ELEMENTS", chunk)
     monkeypatch.setattr(distillation, "_CHUNK_ROWS", 1)
     target = tiny_target(kind)
-    head = BorrowedHead(tiny_drafter(target, draft_vocab_size=draft_vocab_size), target)
+    head = TargetHead(tiny_drafter(target, draft_vocab_size=draft_vocab_size), target)
     torch.manual_seed(0)
     labels = torch.randn(11, HIDDEN)
     predicted = (labels + torch.randn(2, 11, HIDDEN)).requires_grad_()
@@ -269,7 +269,7 @@ def plain_loss(drafter, head, batch, offsets, glanced, passes):
 def test_draft_loss(target, monkeypatch, block_size, lstm_layers, passes, glancing, option):
     drafter = tiny_drafter(target, block_size=block_size, num_lstm_layers=lstm_layers, **option)
     batch = draft_batch(target, layers=drafter.config.feature_layers)
-    head, offsets = BorrowedHead(drafter, target), [0, 1 % block_size, block_size - 1]
+    head, offsets = TargetHead(drafter, target), [0, 1 % block_size, block_size - 1]
     shifted = torch.arange(batch.token_ids.shape[1])[None] + torch.tensor(offsets)[:, None]
     monkeypatch.setattr(csgd, "random_blocks", lambda *_: (shifted // block_size, shifted % block_size))
     glanced, distances = torch.zeros_like(batch.valid), []
@@ -298,7 +298,7 @@ def test_draft_loss(target, monkeypatch, block_size, lstm_layers, passes, glanci
 def test_only_responses_are_learnt(target, monkeypatch, block_size):
     """The token at which a response begins counts, the last one of the prompt does not."""
     drafter = tiny_drafter(target, block_size=block_size)
-    head, batch = BorrowedHead(drafter, target), draft_batch(target, lengths=[16], prompts=[9])
+    head, batch = TargetHead(drafter, target), draft_batch(target, lengths=[16], prompts=[9])
     read = []
 
     def distil(predicted, labels, head, soft):
@@ -314,7 +314,7 @@ def test_only_responses_are_learnt(target, monkeypatch, block_size):
 def test_a_batch_without_anything_to_learn(target):
     drafter = tiny_drafter(target, block_size=3)
     batch = draft_batch(target, lengths=[4, 3], prompts=[1, 2])
-    found = draft_loss(drafter, BorrowedHead(drafter, target), batch, seeded(), WEIGHTS, glancing_ratio=0.4)
+    found = draft_loss(drafter, TargetHead(drafter, target), batch, seeded(), WEIGHTS, glancing_ratio=0.4)
     found.loss.backward()
     assert found.loss.item() == 0 and not found.counts.any()
 
@@ -333,7 +333,7 @@ def test_a_batch_without_anything_to_learn(target):
 )
 def test_a_drafter_can_learn(target, block_size, lstm_layers, passes, option):
     drafter = tiny_drafter(target, scale=0, block_size=block_size, num_lstm_layers=lstm_layers, **option).train()
-    head, batch = BorrowedHead(drafter, target), draft_batch(target, layers=drafter.config.feature_layers)
+    head, batch = TargetHead(drafter, target), draft_batch(target, layers=drafter.config.feature_layers)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3, weight_decay=0.0)
     losses = []
     for step in range(150):
@@ -359,7 +359,7 @@ def test_checkpointed_activations(target, block_size, passes):
         for layer in drafter.layers:
             layer.input_layernorm.register_forward_hook(lambda module, *_, runs=runs: runs.append(module))
         result = draft_loss(
-            drafter, BorrowedHead(drafter, target), draft_batch(target), seeded(), WEIGHTS, passes=passes
+            drafter, TargetHead(drafter, target), draft_batch(target), seeded(), WEIGHTS, passes=passes
         )
         result.loss.backward()
         found.append([result.loss.detach(), *(parameter.grad for parameter in drafter.parameters())])
@@ -369,7 +369,7 @@ def test_checkpointed_activations(target, block_size, passes):
 
 def test_noise_is_drawn_from_the_generator(target):
     drafter = tiny_drafter(target, num_lstm_layers=0)
-    head, batch = BorrowedHead(drafter, target), draft_batch(target)
+    head, batch = TargetHead(drafter, target), draft_batch(target)
 
     def loss(seed, noise):
         torch.manual_seed(torch.seed() % 1000)  # chance elsewhere plays no part
@@ -382,7 +382,7 @@ def test_noise_is_drawn_from_the_generator(target):
 def test_chance_is_a_sample_s_own(target):
     """What is drawn for a sample depends on neither the others of its batch nor the padding."""
     drafter = tiny_drafter(target, block_size=3, num_lstm_layers=0)
-    head, batch = BorrowedHead(drafter, target), draft_batch(target)
+    head, batch = TargetHead(drafter, target), draft_batch(target)
     options = {"noise": 0.5, "glancing_ratio": 0.8}
     together = draft_loss(drafter, head, batch, seeded(), WEIGHTS, **options)
     counts, loss = torch.zeros_like(together.counts), 0.0
@@ -399,7 +399,7 @@ def test_chance_is_a_sample_s_own(target):
 
 def test_unrolling_an_lstm_is_refused(target):
     drafter = tiny_drafter(target, num_lstm_layers=1)
-    head, batch = BorrowedHead(drafter, target), draft_batch(target)
+    head, batch = TargetHead(drafter, target), draft_batch(target)
     for passes, message in ((2, "is 2 and `num_lstm_layers` 1.*Set `unroll_passes=1`"), (0, "is 0: .* at least 1")):
         with pytest.raises(ValueError, match=f"`unroll_passes` {message}"):
             draft_loss(drafter, head, batch, seeded(), WEIGHTS, passes=passes)
@@ -1113,7 +1113,7 @@ def test_planned_activations(lstm_layers, layers, passes):
     lengths = (64, 64, 64)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         batch = draft_batch(target, lengths, prompts=(1, 1, 1))
-        result = draft_loss(drafter, BorrowedHead(drafter, target), batch, seeded(), WEIGHTS, passes=passes)
+        result = draft_loss(drafter, TargetHead(drafter, target), batch, seeded(), WEIGHTS, passes=passes)
     planned = plan.activation_bytes(drafter.config, len(lengths), lengths[0], passes)
     assert result.loss.requires_grad and planned == pytest.approx(sum(size for size, _ in kept.values()), rel=0.15)
 
@@ -1137,7 +1137,7 @@ def test_planned_work(workplace, tmp_path, capsys, block_size, passes):
     with FlopCounterMode(display=False) as counter:
         batch = draft_batch(target, lengths=(24,) * 4, prompts=(8,) * 4)
         read = counter.get_total_flops()
-        head = BorrowedHead(drafter, target)
+        head = TargetHead(drafter, target)
         draft_loss(drafter, head, batch, seeded(), WEIGHTS, glancing_ratio=0.4, passes=passes).loss.backward()
     assert float(work) == pytest.approx(counter.get_total_flops(), rel=0.1)
     assert int(share) == pytest.approx(100 * read / counter.get_total_flops(), rel=0.1)

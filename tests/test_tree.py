@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_falcon import DraftTree, DynamicTree, StaticTree, static_paths
-from hf_falcon.tree import ancestor_mask, single_node, validate_paths
+from hf_falcon.core.tree import ancestor_mask, single_node, validate_paths
 
 ROOT = torch.tensor([7])
 VOCAB = 1000

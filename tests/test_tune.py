@@ -8,10 +8,10 @@ import torch
 from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import GenerationConfig
 
-from hf_falcon import costs
 from hf_falcon.commands import tune
-from hf_falcon.costs import Circumstances, Costs
-from hf_falcon.draft_options import DraftOptions
+from hf_falcon.core import costs
+from hf_falcon.core.costs import CostKey, Costs
+from hf_falcon.core.draft_options import DraftOptions
 
 
 def test_predicted_speedup():
@@ -57,7 +57,7 @@ def test_tune_command(tmp_path, monkeypatch, capsys):
         assert list(found["seconds_by_threads"])[0] == str(torch.get_num_threads()) and " threads: " in printed
     assert found["draft_calibration"] and DraftOptions.from_generation_config(kept).draft_calibration
     # The next call of `generate` reads these times.
-    assert costs.load(target, Circumstances.of(target, 20, 5)) == {int(n): s for n, s in found["seconds"].items()}
+    assert costs.load(target, CostKey.of(target, 20, 5)) == {int(n): s for n, s in found["seconds"].items()}
 
 
 def test_times_of_packed_weights(tmp_path, monkeypatch):

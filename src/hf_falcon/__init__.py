@@ -3,16 +3,17 @@
 
 from transformers import AutoConfig, AutoModel
 
-from .candidate_generator import FalconCandidateGenerator
-from .compiling import compile_rounds, compiled_rounds, uncompile_rounds
-from .configuration_falcon_draft import FalconDraftConfig
-from .draft_options import DraftOptions
-from .hook import disable, enable, install
-from .modeling_falcon_draft import FalconDraftModel
-from .packing import pack_weights, packed_weights, unpack_weights
+from .core.candidate_generator import FalconCandidateGenerator
+from .core.configuration_falcon_draft import FalconDraftConfig
+from .core.draft_options import DraftOptions
+from .core.drafter import FalconDraftModel
+from .core.hook import disable, enable, install
+from .core.statistics import DraftStatistics, FalconGenerateOutput
+from .core.tree import DraftTree, DynamicTree, StaticTree, static_paths
+from .cpu import backend
+from .cpu.compiling import compile_rounds, compiled_rounds, uncompile_rounds
+from .cpu.packing import pack_weights, packed_weights, unpack_weights
 from .pipelines import install_in_pipelines
-from .statistics import DraftStatistics, FalconGenerateOutput
-from .tree import DraftTree, DynamicTree, StaticTree, static_paths
 
 __version__ = "0.1.0"
 
@@ -40,4 +41,5 @@ __all__ = [
 AutoConfig.register(FalconDraftConfig.model_type, FalconDraftConfig, exist_ok=True)
 AutoModel.register(FalconDraftConfig, FalconDraftModel, exist_ok=True)
 install()
+backend.install()
 install_in_pipelines()

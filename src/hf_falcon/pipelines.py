@@ -12,8 +12,8 @@ from typing import Any
 
 from transformers import AutoConfig, PreTrainedModel
 
-from .configuration_falcon_draft import FalconDraftConfig
-from .modeling_falcon_draft import FalconDraftModel
+from .core.configuration_falcon_draft import FalconDraftConfig
+from .core.drafter import FalconDraftModel
 
 _MODULE = "transformers.pipelines.base"
 

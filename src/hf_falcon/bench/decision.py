@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..tree import Branches
+from ..core.tree import Branches
 
 KNOWN = ("log-probability of the best path", "what the second is below it", "entropy of the paths", "depth")
 _DECAY = 1e-3

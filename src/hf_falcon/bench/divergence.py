@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from .metrics import first_difference
 
 
-class Parting(NamedTuple):
+class Divergence(NamedTuple):
     """
     The first token that differs, counted from 0, and by how much the target's logits prefer the first text's there:
     `None` where one text only ends sooner.
@@ -24,9 +24,9 @@ class Parting(NamedTuple):
 
 
 @torch.no_grad()
-def parting(
+def first_divergence(
     target: PreTrainedModel, prompt_ids: Tensor, tokens: Sequence[int], others: Sequence[int]
-) -> Parting | None:
+) -> Divergence | None:
     """
     Compares two texts.
 
@@ -36,13 +36,13 @@ def parting(
         tokens, others (sequence of `int`): the new tokens of both texts.
 
     Returns:
-        [`Parting`], or `None` where both are equal.
+        [`Divergence`], or `None` where both are equal.
     """
     place = first_difference(tokens, others)
     if place is None:
         return None
     if place >= min(len(tokens), len(others)):
-        return Parting(place, None)
+        return Divergence(place, None)
     context = torch.cat((prompt_ids, prompt_ids.new_tensor([tokens[:place]])), dim=1)
     logits = target(context, logits_to_keep=1).logits[0, -1].float()
-    return Parting(place, float(logits[tokens[place]] - logits[others[place]]))
+    return Divergence(place, float(logits[tokens[place]] - logits[others[place]]))

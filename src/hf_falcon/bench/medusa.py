@@ -9,8 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..configuration_falcon_draft import FalconDraftConfig
-from ..modeling_falcon_draft import FalconDraftModel, KeyValueCache, LSTMState
+from ..core.configuration_falcon_draft import FalconDraftConfig
+from ..core.drafter import FalconDraftModel
+from ..core.modeling_falcon_draft import KeyValueCache, LSTMState
 
 
 class MedusaLikeConfig(FalconDraftConfig):

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..candidate_generator import FalconCandidateGenerator
-from ..modeling_falcon_draft import FalconDraftModel
+from ..core.candidate_generator import FalconCandidateGenerator
+from ..core.drafter import FalconDraftModel
 
 
 @torch.no_grad()

@@ -11,9 +11,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from ..draft_options import DraftOptions
-from ..modeling_falcon_draft import FalconDraftModel
-from ..pace import experience_of
+from ..core.draft_options import DraftOptions
+from ..core.drafter import FalconDraftModel
+from ..core.policy import acceptance_stats_of
 from .decision import DecisionModel
 
 FALCON = "falcon"
@@ -189,7 +189,7 @@ def resolve(names: list[str], models: Models) -> tuple[dict[str, dict[str, Any]]
                 raise ValueError(f"`methods` has {name!r}: give a number of nodes after the @, as in `{base}@8`.")
             arguments["assistant_model"] = _with_options(drafter, num_assistant_tokens=int(budget))
         if base == _CLASSIFIER and models.decision is not None:
-            experience_of(arguments["assistant_model"], models.target).continued = models.decision
+            acceptance_stats_of(arguments["assistant_model"], models.target).continued = models.decision
         found[name] = arguments
     return found, absent
 

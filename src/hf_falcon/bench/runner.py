@@ -16,9 +16,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from ..compiling import compiled_rounds
-from ..packing import packed_weights
-from .divergence import parting
+from ..cpu.compiling import compiled_rounds
+from ..cpu.packing import packed_weights
+from .divergence import first_divergence
 from .methods import COMPILED, PACKED
 from .metrics import PLAIN
 from .traces import Trace, TraceFile
@@ -83,7 +83,7 @@ class Benchmark:
                 # Those that ran before plain decoding have to wait for what they are compared with.
                 while plain is not None and waiting:
                     trace = waiting.pop(0)
-                    found = parting(self._target, inputs["input_ids"], plain.tokens, trace.tokens)
+                    found = first_divergence(self._target, inputs["input_ids"], plain.tokens, trace.tokens)
                     trace.gap = None if found is None else found.gap
                     yield trace
             assert plain is not None

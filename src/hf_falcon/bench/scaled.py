@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..configuration_falcon_draft import FalconDraftConfig, weights_fingerprint
-from ..modeling_falcon_draft import FalconDraftModel
+from ..core.checkpoint_files import weights_fingerprint
+from ..core.configuration_falcon_draft import FalconDraftConfig
+from ..core.drafter import FalconDraftModel
 from .medusa import MedusaLikeModel
 from .memory import weight_bytes
 

@@ -4,6 +4,6 @@
 from __future__ import annotations
 
 from ..bench.medusa import MedusaLikeModel
-from ..modeling_falcon_draft import FalconDraftModel
+from ..core.drafter import FalconDraftModel
 
 ARCHITECTURES: dict[str, type[FalconDraftModel]] = {"falcon": FalconDraftModel, "medusa_like": MedusaLikeModel}

@@ -24,9 +24,9 @@ from ..bench.prompts import HUB_DATA, read_turns
 from ..bench.runner import Benchmark, longest_context
 from ..bench.scaled import SHAPES, scaled_drafter, scaled_target
 from ..bench.traces import TRACES_NAME, TraceFile
-from ..configuration_falcon_draft import weights_fingerprint
-from ..draft_options import DraftOptions
-from ..modeling_falcon_draft import FalconDraftModel
+from ..core.checkpoint_files import weights_fingerprint
+from ..core.draft_options import DraftOptions
+from ..core.drafter import FalconDraftModel
 from ..training.token_file import write_atomically
 from .main import installed_version
 from .models import (

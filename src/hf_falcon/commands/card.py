@@ -10,7 +10,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from ..configuration_falcon_draft import FalconDraftConfig
+from ..core.configuration_falcon_draft import FalconDraftConfig
 
 TEMPLATE_NAME = "model_card.md.jinja"
 # In a card that was made, so that it is made anew, and one that somebody wrote is not.

@@ -12,9 +12,9 @@ import torch
 from tqdm.auto import tqdm
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
 
-from ..bench.divergence import parting
+from ..bench.divergence import first_divergence
 from ..bench.prompts import read_turns
-from ..draft_options import DraftOptions
+from ..core.draft_options import DraftOptions
 from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
 
 
@@ -98,7 +98,7 @@ def measure_acceptance(
         if arguments.check:
             start = inputs["input_ids"].shape[1]
             texts = [each[0, start:].tolist() for each in (target.generate(**inputs, **options), output.sequences)]
-            parted = parting(target, inputs["input_ids"], *texts)
+            parted = first_divergence(target, inputs["input_ids"], *texts)
             if parted is not None:
                 partings.append({"prompt": number, **parted._asdict()})
     result: dict[str, Any] = {

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, set_seed
 
-from ..compiling import compile_rounds
-from ..packing import pack_weights
-from ..statistics import DraftStatistics
+from ..core.statistics import DraftStatistics
+from ..cpu.compiling import compile_rounds
+from ..cpu.packing import pack_weights
 from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
 
 

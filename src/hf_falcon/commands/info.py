@@ -14,8 +14,8 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers import HfArgumentParser
 from transformers import initialization as init
 
-from ..configuration_falcon_draft import FalconDraftConfig
-from ..modeling_falcon_draft import FalconDraftModel
+from ..core.configuration_falcon_draft import FalconDraftConfig
+from ..core.drafter import FalconDraftModel
 
 
 @dataclass

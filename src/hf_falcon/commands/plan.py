@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.trainer_utils import SaveStrategy
 
-from ..configuration_falcon_draft import FalconDraftConfig
+from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..training.csgd import check_unrolling
 from ..training.distillation import chunk_rows
 from ..training.token_file import TokenFile

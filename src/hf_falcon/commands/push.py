@@ -9,8 +9,8 @@ from pathlib import Path
 
 from transformers import HfArgumentParser
 
-from ..modeling_falcon_draft import FalconDraftModel
-from ..remote_code import upload
+from ..core.checkpoint_files import upload
+from ..core.drafter import FalconDraftModel
 from .card import MARK, render_card
 from .models import no_progress_bars
 

@@ -10,8 +10,8 @@ import torch
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from ..configuration_falcon_draft import FalconDraftConfig
-from ..modeling_falcon_draft import FalconDraftModel
+from ..core.configuration_falcon_draft import FalconDraftConfig
+from ..core.drafter import FalconDraftModel
 from ..training.features import StoredFeatures, feature_statistics
 from ..training.final_tau import decoded_tau
 from ..training.plot import TrainingPlot

@@ -17,15 +17,16 @@ from transformers import DynamicCache, HfArgumentParser, PreTrainedModel
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..bench.prompts import read_turns
-from ..candidate_generator import FalconCandidateGenerator
-from ..costs import Circumstances, Costs, Stopwatch, measure, save
-from ..draft_options import DraftOptions
-from ..modeling_falcon_draft import FalconDraftModel
-from ..pace import Experience, Pace, experience_of
-from ..packing import pack_weights
-from ..target import FeatureTap, TargetRun
+from ..core.candidate_generator import FalconCandidateGenerator
+from ..core.costs import CostKey, Costs, Stopwatch, measure, save
+from ..core.draft_options import DraftOptions
+from ..core.drafter import FalconDraftModel
+from ..core.policy import AcceptanceStats, DraftPolicy, acceptance_stats_of
+from ..core.target_parts import FeatureTap
+from ..core.target_run import TargetRun
+from ..core.tree import Branches
+from ..cpu.packing import pack_weights
 from ..training.token_file import write_atomically
-from ..tree import Branches
 from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
 from .report import aligned
 
@@ -73,11 +74,11 @@ class TuneArguments:
             raise ValueError(f"`seconds` is {self.seconds}; give a number above 0.")
 
 
-class _Recorder(Pace):
+class _Recorder(DraftPolicy):
     """Drafts all passes; notes after each how many tokens the best 0, 1, 2, ... nodes are expected to have right."""
 
     def __init__(self, options: DraftOptions, device: torch.device):
-        super().__init__(options, Experience(), device)
+        super().__init__(options, AcceptanceStats(), device)
         self.expected: list[Tensor] = []
 
     def another_pass(self, branches: Branches, best: Tensor) -> bool:
@@ -101,7 +102,7 @@ def target_seconds(target: PreTrainedModel, context: int, max_nodes: int, second
     kwargs = {"past_key_values": DynamicCache(config=target.config), "use_cache": True}
     run = TargetRun(target, input_ids.to(target.device), target.generation_config, kwargs)
     run.prefill(input_ids.to(target.device))
-    return measure(run.rehearse, max_nodes, target.device, seconds, repeats=1000)
+    return measure(run.dry_run, max_nodes, target.device, seconds, repeats=1000)
 
 
 def seconds_by_threads(
@@ -194,11 +195,11 @@ def main(argv: list[str]) -> int:
         raise ValueError(f"`draft_tree` is {options.draft_tree!r}: only dynamic trees have a size to be tuned.")
 
     seconds = target_seconds(target, arguments.context, options.num_assistant_tokens, arguments.seconds)
-    circumstances = Circumstances.of(target, arguments.context, options.num_assistant_tokens)
-    save(target, circumstances, seconds)
-    experience = experience_of(drafter, target)
+    cost_key = CostKey.of(target, arguments.context, options.num_assistant_tokens)
+    save(target, cost_key, seconds)
+    experience = acceptance_stats_of(drafter, target)
     # Not measured again for the answers.
-    experience.costs[circumstances] = Costs(seconds)
+    experience.costs[cost_key] = Costs(seconds)
     # What is looked up would take nodes from the draft, and tell nothing of it.
     drafter.generation_config.prompt_lookup_num_tokens = 0
     drafter.generation_config.draft_calibration = []
@@ -244,7 +245,7 @@ def main(argv: list[str]) -> int:
         "passes": best[0] + 1,
         "draft_calibration": calibration,
         "seconds_by_threads": by_threads,
-        **circumstances._asdict(),
+        **cost_key._asdict(),
     }
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "tune.json", json.dumps(found, indent=2).encode())

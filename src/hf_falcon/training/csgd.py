@@ -9,11 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..borrowed_head import BorrowedHead
-from ..draft_cache import TrainingCache
-from ..modeling_falcon_draft import FalconDraftModel, additive_mask, block_ends
+from ..core.drafter import FalconDraftModel
+from ..core.modeling_falcon_draft import additive_mask, block_ends
+from ..core.target_parts import TargetHead
 from .distillation import distillation_loss
 from .estimated_tau import TOP
+from .training_cache import TrainingCache
 
 
 @dataclass
@@ -144,7 +145,7 @@ def check_unrolling(drafter: FalconDraftModel, passes: int, name: str = "unroll_
 
 def draft_loss(
     drafter: FalconDraftModel,
-    head: BorrowedHead,
+    head: TargetHead,
     batch: DraftBatch,
     generator: torch.Generator,
     weights: DistillationWeights,
@@ -157,7 +158,7 @@ def draft_loss(
 
     Args:
         drafter ([`FalconDraftModel`]): the drafter in training.
-        head ([`BorrowedHead`]): the target's embedding and head.
+        head ([`TargetHead`]): the target's embedding and head.
         batch ([`DraftBatch`]): sequences and the target's features of them.
         generator (`torch.Generator`):
             A CPU generator. It and `batch.sample` are all that chance depends on: what is drawn for a sample does not

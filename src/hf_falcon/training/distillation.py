@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..borrowed_head import BorrowedHead
+from ..core.target_parts import TargetHead
 
 # Elements of one chunk of logits: few enough to stay near the processor and to fit a vocabulary of 262k.
 _CHUNK_ELEMENTS = 1 << 21
@@ -28,7 +28,7 @@ class _HeadDistillation(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, predicted: Tensor, labels: Tensor, head: BorrowedHead, soft: float) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, predicted: Tensor, labels: Tensor, head: TargetHead, soft: float) -> tuple[Tensor, Tensor]:
         gradient = torch.empty_like(predicted)
         total = predicted.new_zeros((), dtype=torch.float32)
         ranks = torch.empty(predicted.shape[:2], dtype=torch.int64, device=predicted.device)
@@ -64,7 +64,7 @@ class _HeadDistillation(torch.autograd.Function):
         return gradient * (gradients[0] / max(1, gradient.shape[:2].numel())), None, None, None
 
 
-def distillation_loss(predicted: Tensor, labels: Tensor, head: BorrowedHead, soft: float) -> tuple[Tensor, Tensor]:
+def distillation_loss(predicted: Tensor, labels: Tensor, head: TargetHead, soft: float) -> tuple[Tensor, Tensor]:
     """
     `soft * KL(p || q) + (1 - soft) * CE(argmax p, q)`, with p the target's distribution at the true features and q
     that at the predicted ones, both over the draft vocabulary; mean over passes and rows (Falcon, equation 9).
@@ -72,7 +72,7 @@ def distillation_loss(predicted: Tensor, labels: Tensor, head: BorrowedHead, sof
     Args:
         predicted (`torch.Tensor` of shape `(passes, rows, hidden_size)`): predicted features.
         labels (`torch.Tensor` of shape `(rows, hidden_size)`): the true ones, of every pass.
-        head ([`BorrowedHead`]): the target's LM head.
+        head ([`TargetHead`]): the target's LM head.
         soft (`float`): share of the KL divergence.
 
     Returns:

@@ -18,8 +18,8 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..configuration_falcon_draft import weights_fingerprint
-from ..target import FeatureTap
+from ..core.checkpoint_files import weights_fingerprint
+from ..core.target_parts import FeatureTap
 from .token_file import TokenFile
 
 _SHARD_TOKENS = 65536

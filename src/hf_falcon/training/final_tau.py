@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..modeling_falcon_draft import FalconDraftModel
+from ..core.drafter import FalconDraftModel
 
 
 def decoded_tau(

@@ -25,7 +25,7 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
-from ..configuration_falcon_draft import weights_fingerprint
+from ..core.checkpoint_files import weights_fingerprint
 from .dialogues import Message, read_dialogues
 from .token_file import TokenFile, write_atomically
 

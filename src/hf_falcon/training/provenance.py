@@ -13,7 +13,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from .. import __version__
-from ..configuration_falcon_draft import weights_fingerprint
+from ..core.checkpoint_files import weights_fingerprint
 from .token_file import TokenFile
 
 PROVENANCE_NAME = "provenance.json"

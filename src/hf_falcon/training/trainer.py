@@ -32,9 +32,9 @@ from transformers import (
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
-from ..borrowed_head import BorrowedHead
-from ..draft_options import DraftOptions
-from ..modeling_falcon_draft import FalconDraftModel
+from ..core.draft_options import DraftOptions
+from ..core.drafter import FalconDraftModel
+from ..core.target_parts import TargetHead
 from .checkpoints import empty, prune, publish, publish_files, scratch_folder
 from .csgd import DistillationWeights, DraftBatch, DraftLoss, check_unrolling, draft_loss, judged_positions
 from .estimated_tau import TOP, estimated_tau_chain, estimated_tau_tree
@@ -178,7 +178,7 @@ class LengthGroupedSampler(Sampler[int]):
 class DraftObjective(nn.Module):
     """The loss as a module, so that accelerate's wrappers (autocast, DDP) see one forward."""
 
-    def __init__(self, drafter: FalconDraftModel, head: BorrowedHead, args: FalconTrainingArguments):
+    def __init__(self, drafter: FalconDraftModel, head: TargetHead, args: FalconTrainingArguments):
         super().__init__()
         self.drafter = drafter
         self._head = head
@@ -253,7 +253,7 @@ class FalconTrainer(Trainer):
         # Autocast would cast a head in float32 anew for every chunk of logits: it keeps only casts of what is trained.
         computed_in = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         super().__init__(
-            model=DraftObjective(drafter, BorrowedHead(drafter, target, computed_in), args),
+            model=DraftObjective(drafter, TargetHead(drafter, target, computed_in), args),
             args=args,
             data_collator=collate,
             train_dataset=train_dataset,

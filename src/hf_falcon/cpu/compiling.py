@@ -14,15 +14,17 @@ from torch import Tensor
 from transformers import CompileConfig, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
-from .borrowed_head import BorrowedHead, check_target
+from ..core.caches import DraftCache
+from ..core.draft_options import DraftOptions
+from ..core.drafter import FalconDraftModel
+from ..core.target_parts import TargetHead, check_target, decoder_of
+from ..core.target_run import TargetRun
+from ..core.target_support import unsupported_reason
+from .backend import CpuTarget
 from .compiled_passes import CompiledHead, CompiledPasses
 from .compiled_rounds import CompiledRounds, compiled
-from .draft_cache import DraftCache
-from .draft_options import DraftOptions
-from .few_rows import few_rows, linears_of
-from .modeling_falcon_draft import FalconDraftModel
 from .packing import is_packed
-from .target import TargetRun, decoder_of, why_no_tree
+from .skinny_gemm import linears_of, skinny_gemm
 
 logger = logging.get_logger(__name__)
 
@@ -171,7 +173,7 @@ def _run(target: PreTrainedModel, length: int) -> TargetRun:
     input_ids = torch.arange(length, device=target.device)[None] % vocab_size
     kwargs = {"past_key_values": DynamicCache(config=target.config), "attention_mask": torch.ones_like(input_ids)}
     reason = "it is in training mode (call `eval()` on it first)" if target.training else None
-    reason = reason or why_no_tree(target, input_ids, target.generation_config, kwargs)
+    reason = reason or unsupported_reason(target, input_ids, target.generation_config, kwargs)
     if reason is not None:
         raise ValueError(f"The rounds of {name} cannot be compiled: {reason}.")
     run = TargetRun(target, input_ids, target.generation_config, kwargs)
@@ -194,8 +196,8 @@ def _is_faster(rounds: CompiledRounds, runs: list[TargetRun], size: int) -> bool
 
 def _logits(run: TargetRun, size: int, rounds: CompiledRounds | None) -> Tensor:
     """Those of a tree of `size` tokens, compiled or not."""
-    run.compiled = rounds
-    return run.rehearse(size - 1)
+    run.acceleration = CpuTarget(run.model, rounds)
+    return run.dry_run(size - 1)
 
 
 def _compile_passes(
@@ -219,17 +221,17 @@ def _compile_passes(
 
 def _are_faster(passes: CompiledPasses, drafter: FalconDraftModel, head: CompiledHead) -> bool:
     """Compiles passes, and compares compiled ones with others, as [`_is_faster`] does."""
-    rehearsals = [PassRehearsal(passes, drafter, head, length) for length in _CONTEXTS]
+    dry_runs = [PassDryRun(passes, drafter, head, length) for length in _CONTEXTS]
     subject = f"draft passes of {passes.rows} rows"
     with _failures_named(subject), passes.compiling():
-        rehearsals[0].run(is_compiled=True)
-    for each in rehearsals:
+        dry_runs[0].run(is_compiled=True)
+    for each in dry_runs:
         _check_values(subject, each.run(is_compiled=True), each.run(is_compiled=False))
-    last = rehearsals[-1]
+    last = dry_runs[-1]
     return _takes_less(lambda: last.run(is_compiled=True), lambda: last.run(is_compiled=False), drafter.device)
 
 
-class PassRehearsal:
+class PassDryRun:
     """
     A pass of no meaning.
 
@@ -244,16 +246,16 @@ class PassRehearsal:
         self._passes, self._drafter, self._head = passes, drafter, head
         self._linears = linears_of(drafter), linears_of(head.linear)
         self._cache = DraftCache(drafter.config.num_hidden_layers)
-        drafter.decode(*self._inputs(length), self._cache)
+        drafter.run_layers(*self._inputs(length), self._cache)
         self._cache.advance(length)
 
     def run(self, is_compiled: bool) -> Tensor:
         """Logits of all its rows."""
         inputs = self._inputs(self._passes.rows)
-        with few_rows(self._drafter, self._linears[0]), few_rows(self._head.linear, self._linears[1]):
+        with skinny_gemm(self._drafter, self._linears[0]), skinny_gemm(self._head.linear, self._linears[1]):
             if is_compiled:
-                return self._head.logits(self._passes.decode(self._drafter, *inputs, self._cache))
-            return BorrowedHead.logits(self._head, self._drafter.decode(*inputs, self._cache))
+                return self._head.logits(self._passes.run_layers(self._drafter, *inputs, self._cache))
+            return TargetHead.logits(self._head, self._drafter.run_layers(*inputs, self._cache))
 
     def _inputs(self, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         drafter = self._drafter

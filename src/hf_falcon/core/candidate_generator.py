@@ -1,35 +1,82 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Drafting: from the target's features and tokens to the tree of a round."""
+"""The candidate generator: the drafter and prompt lookup propose the tree of a round."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cached_property
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from .borrowed_head import BorrowedHead
-from .compiled_rounds import compiled_passes_of
-from .draft_cache import DraftCache
+from .acceleration import drafter_acceleration
+from .caches import DraftCache
+from .costs import Stopwatch
 from .draft_options import DraftOptions
-from .few_rows import few_rows, linears_of
-from .modeling_falcon_draft import FalconDraftModel, LSTMState, additive_mask
-from .pace import Experience, Guess, Pace
-from .target import FeatureTap
+from .modeling_falcon_draft import FalconDraftNetwork, LSTMState, additive_mask
+from .policy import AcceptanceStats, DraftPolicy, LookupMatch, LookupPath, RoundTime
+from .target_parts import FeatureTap, TargetHead
 from .tree import DraftTree, DynamicRound, DynamicTree, StaticRound, StaticTree, static_paths
 from .verification import TokenSequence, verify
 
+# Lengths of the ends of the context that are looked up, the longest first: a longer match is likelier to go on.
+_LENGTHS = (8, 5, 4, 3, 2)
+
+# A match is not followed back further than this.
+_LONGEST_MATCH = 32
+
 # Newest positions of a prompt that the drafter reads: with these the shipped one accepts as much as with all of 1,000.
 _PROMPT_ROWS = 128
+
 # Rows of one drafter forward. Masks are rows * context, so what a long pause left costs no quadratic memory.
 _PREFILL_ROWS = 512
+
+# Positions that a round adds, or little more.
+_ROWS_OF_A_ROUND = 16
+
+
+class PromptLookup:
+    """Where each short run of tokens was last seen in a context that grows. A token costs the same at any length."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        # The place behind the last occurrence of every run.
+        self._places: dict[tuple[int, ...], int] = {}
+        # The place behind the longest run that ends the context and that it had before.
+        self._place: int | None = None
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def extend(self, token_ids: Iterable[int]) -> None:
+        """Takes the context's next tokens."""
+        for token in token_ids:
+            self._tokens.append(token)
+            end, self._place = len(self._tokens), None
+            for length in _LENGTHS:
+                if length <= end:
+                    run = tuple(self._tokens[end - length :])
+                    if self._place is None:
+                        self._place = self._places.get(run)
+                    self._places[run] = end
+
+    def continuation(self, limit: int) -> LookupMatch:
+        """What followed where the context was like its end before: `limit` tokens at most."""
+        place, end = self._place, len(self._tokens)
+        if place is None or limit < 1:
+            return LookupMatch([], 0)
+        matched = 0
+        while (
+            matched < min(place, _LONGEST_MATCH)
+            and self._tokens[place - 1 - matched] == self._tokens[end - 1 - matched]
+        ):
+            matched += 1
+        # A text that repeats itself goes on repeating: behind its end the continuation is read from its own beginning.
+        return LookupMatch([self._tokens[place + offset % (end - place)] for offset in range(limit)], matched)
 
 
 class DraftedBlocks(NamedTuple):
@@ -56,20 +103,20 @@ class FalconCandidateGenerator(CandidateGenerator):
         drafter ([`FalconDraftModel`]): the drafter.
         target ([`PreTrainedModel`]): the target it drafts for.
         options ([`DraftOptions`], *optional*): defaults to those of `drafter.generation_config`.
-        head ([`BorrowedHead`], *optional*): the head that another generator of these two has borrowed.
+        head ([`TargetHead`], *optional*): the head that another generator of these two has borrowed.
     """
 
     def __init__(
         self,
-        drafter: FalconDraftModel,
+        drafter: FalconDraftNetwork,
         target: PreTrainedModel,
         options: DraftOptions | None = None,
-        head: BorrowedHead | None = None,
+        head: TargetHead | None = None,
     ):
         self.drafter = drafter
         self.target = target
-        self._passes = compiled_passes_of(drafter, target)
-        self.head = head or (self._passes and self._passes.head) or BorrowedHead(drafter, target)
+        self._acceleration = drafter_acceleration(drafter, target)
+        self.head = head or self._acceleration.head or TargetHead(drafter, target)
         self.options = options or DraftOptions.from_generation_config(drafter.generation_config)
         self._block_size = drafter.config.block_size
         self._device = drafter.device
@@ -137,23 +184,28 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._block_features = predicted[:, -size:] if self._committed >= size else None
 
     def propose(
-        self, root: Tensor, max_depth: int, pace: Pace | None = None, guess: Guess | None = None, drafts: bool = True
+        self,
+        root: Tensor,
+        max_depth: int,
+        pace: DraftPolicy | None = None,
+        guess: LookupPath | None = None,
+        drafts: bool = True,
     ) -> DraftTree:
         """
         Drafts the tree of a round.
 
         Args:
             root, max_depth, guess, drafts: see [`FalconCandidateGenerator.draft`].
-            pace ([`Pace`], *optional*): says how much is drafted; the options do if left out.
+            pace ([`DraftPolicy`], *optional*): says how much is drafted; the options do if left out.
 
         Returns:
             [`DraftTree`]: of the root alone where nothing can be drafted.
         """
-        pace = pace or Pace(self.options, Experience(), self._device)
+        pace = pace or DraftPolicy(self.options, AcceptanceStats(), self._device)
         return self.draft(root, max_depth, pace, guess, drafts).finish(root.to(self._device), pace.size)
 
     def draft(
-        self, root: Tensor, max_depth: int, pace: Pace, guess: Guess | None = None, drafts: bool = True
+        self, root: Tensor, max_depth: int, pace: DraftPolicy, guess: LookupPath | None = None, drafts: bool = True
     ) -> StaticRound | DynamicRound:
         """
         Drafts for a round.
@@ -161,8 +213,8 @@ class FalconCandidateGenerator(CandidateGenerator):
         Args:
             root (`torch.LongTensor` of shape `(1,)`): the newest token, which the target chose.
             max_depth (`int`): tokens that a path may have at most.
-            pace ([`Pace`]): says how much is drafted.
-            guess ([`Guess`], *optional*): a path of at most `max_depth` tokens that a dynamic tree takes in.
+            pace ([`DraftPolicy`]): says how much is drafted.
+            guess ([`LookupPath`], *optional*): a path of at most `max_depth` tokens that a dynamic tree takes in.
             drafts (`bool`, *optional*, defaults to `True`): `False` has the round hold the guess alone.
 
         Returns:
@@ -172,13 +224,13 @@ class FalconCandidateGenerator(CandidateGenerator):
         tree_round = self._tree.start(max_depth)
         self.passes = 0
         if drafts and self._block_features is not None and max_depth > 0:
-            with self._few_rows():
+            with self._acceleration.drafting(self.head):
                 self._draft(tree_round, self._grow(tree_round, self._block_features, root, 0, pace), pace)
         if guess is not None and isinstance(tree_round, DynamicRound):
             tree_round.add_path(*guess)
         return tree_round
 
-    def _draft(self, tree_round: StaticRound | DynamicRound, drafted: DraftedBlocks | None, pace: Pace) -> None:
+    def _draft(self, tree_round: StaticRound | DynamicRound, drafted: DraftedBlocks | None, pace: DraftPolicy) -> None:
         """Runs draft passes for as long as they pay, from the blocks on that come after the committed positions."""
         size, base = self._block_size, self._committed
         states = self._lstm_state
@@ -197,7 +249,7 @@ class FalconCandidateGenerator(CandidateGenerator):
             before = torch.ones(width * size, base, dtype=torch.bool, device=self._device)
             positions = self._first_position + base + depth + torch.arange(size, device=self._device)
             ends = torch.arange(width * size, device=self._device) // size * size + size - 1
-            predicted = self._decode(
+            predicted = self._run_layers(
                 fused.reshape(1, width * size, -1),
                 ends[None],
                 positions.repeat(width)[None],
@@ -239,22 +291,10 @@ class FalconCandidateGenerator(CandidateGenerator):
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
         """See [`~transformers.generation.candidate_generator.CandidateGenerator`]; nothing is adapted."""
 
-    @cached_property
-    def _linears(self) -> tuple[list[nn.Linear], list[nn.Linear]]:
-        return linears_of(self.drafter), linears_of(self.head.linear)
-
-    @contextmanager
-    def _few_rows(self) -> Iterator[None]:
-        """Inside, products of a few rows are faster in float32."""
-        with few_rows(self.drafter, self._linears[0]), few_rows(self.head.linear, self._linears[1]):
-            yield
-
-    def _decode(self, fused: Tensor, ends: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
-        """See [`FalconDraftModel.decode`]; of this sequence, compiled where it may be."""
-        with self._few_rows():
-            if self._passes is None:
-                return self.drafter.decode(fused, ends, position_ids, mask, self._cache)
-            return self._passes.decode(self.drafter, fused, ends, position_ids, mask, self._cache)
+    def _run_layers(self, fused: Tensor, ends: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
+        """See [`FalconDraftNetwork.run_layers`]; of this sequence."""
+        with self._acceleration.drafting(self.head):
+            return self._acceleration.run_layers(self.drafter, fused, ends, position_ids, mask, self._cache)
 
     def _build_tree(self) -> StaticTree | DynamicTree:
         options = self.options
@@ -280,7 +320,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         before = torch.ones(count, start, dtype=torch.bool, device=self._device)
         visible = torch.cat((before, blocks[:, None] >= blocks[None]), dim=1)
         ends = count - 1 + (blocks + 1) * size
-        predicted = self._decode(
+        predicted = self._run_layers(
             rows,
             ends[None],
             (self._first_position + start + places)[None],
@@ -290,7 +330,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         return predicted
 
     def _grow(
-        self, tree_round: StaticRound | DynamicRound, predicted: Tensor, newest: Tensor, depth: int, pace: Pace
+        self, tree_round: StaticRound | DynamicRound, predicted: Tensor, newest: Tensor, depth: int, pace: DraftPolicy
     ) -> DraftedBlocks | None:
         """
         Grows the tree by the levels of one pass.
@@ -299,7 +339,7 @@ class FalconCandidateGenerator(CandidateGenerator):
             predicted (`torch.Tensor` of shape `(blocks, block_size, hidden_size)`): what the pass predicted.
             newest (`torch.LongTensor` of shape `(blocks,)`): the token before the first one of each block.
             depth (`int`): its depth.
-            pace ([`Pace`]): says whether there is to be a next pass.
+            pace ([`DraftPolicy`]): says whether there is to be a next pass.
 
         Returns:
             The blocks that the next pass continues, or `None` where there is to be no next pass.
@@ -331,3 +371,96 @@ class FalconCandidateGenerator(CandidateGenerator):
         # A drafter that overflows must not break the order that the tree is cut by.
         best = log_probs.nan_to_num(nan=-torch.inf).topk(self._tree.max_children, dim=-1)
         return best.values, self.head.to_target_ids(best.indices)
+
+
+class Drafting:
+    """
+    The drafting of one sequence.
+
+    Args:
+        generator ([`FalconCandidateGenerator`]): the sequence's own.
+        sequence ([`TokenSequence`]): the sequence, prompt and first new token.
+        features (`torch.Tensor` of shape `(1, positions, ...)`):
+            The target's features of the last `positions` tokens but that new one.
+        first_position (`int`): position of the first of them.
+        pace ([`DraftPolicy`]): says how much is drafted.
+        padding (`int`, *optional*, defaults to 0): tokens at the start of the sequence that are no text.
+        prompt_embeds (`torch.Tensor`, *optional*): see [`FalconCandidateGenerator.commit`].
+    """
+
+    def __init__(
+        self,
+        generator: FalconCandidateGenerator,
+        sequence: TokenSequence,
+        features: Tensor,
+        first_position: int,
+        pace: DraftPolicy,
+        padding: int = 0,
+        prompt_embeds: Tensor | None = None,
+    ):
+        self.generator = generator
+        self.sequence = sequence
+        self.pace = pace
+        self._first_position = first_position
+        self._padding = padding
+        self._prompt_embeds = prompt_embeds
+        self._index = PromptLookup()
+        options = generator.options
+        self._lookup = options.prompt_lookup_num_tokens if options.draft_tree == "dynamic" else 0
+        # Features of the newest positions but one that the drafter has not seen; each goes with the token one step
+        # ahead.
+        self._unseen = [features]
+        self._time = RoundTime()
+
+    def propose(self, limit: int) -> DraftTree:
+        """Drafts the tree of a round; see [`Drafting.draft`]."""
+        return self.draft(limit).finish(self.root, self.pace.size)
+
+    @property
+    def root(self) -> Tensor:
+        """The newest token, where the drafter is."""
+        return self.sequence.root.to(self.generator.drafter.device)
+
+    def draft(self, limit: int, share: int = 1) -> StaticRound | DynamicRound:
+        """
+        Drafts for a round, whose tree is still to be cut to a size.
+
+        Args:
+            limit (`int`): tokens that a path may have at most.
+            share (`int`, *optional*, defaults to 1): sequences that draft one after the other in this round.
+        """
+        ids, generator, pace = self.sequence.input_ids, self.generator, self.pace
+        if self._lookup:
+            self._index.extend(ids[0, self._padding + len(self._index) :].tolist())
+        guess = pace.guess(self._index.continuation(min(self._lookup, limit)))
+        drafts, watch, self._time = limit > 0 and pace.drafts(guess), Stopwatch(), RoundTime()
+        if drafts:
+            new = sum(each.shape[1] for each in self._unseen)
+            unseen = torch.cat(self._unseen, dim=1)
+            generator.commit(unseen, ids[:, -new:], self._first_position, self._prompt_embeds)
+            self._unseen = []
+            seconds = watch.lap() * share
+            # Many positions at once, the prompt or what a pause left, are no round's share.
+            self._time.commit = seconds if new <= _ROWS_OF_A_ROUND else None
+        tree_round = generator.draft(self.root, limit, pace, guess, drafts)
+        self._time.drafting, self._time.passes = watch.lap() * share, generator.passes if drafts else None
+        return tree_round
+
+    def learn(
+        self, tree: DraftTree, path: Tensor, accepted: int, features: Tensor, seconds: float, nodes: int | None = None
+    ) -> None:
+        """
+        Takes what became of a tree.
+
+        Args:
+            tree ([`DraftTree`]): the tree.
+            path (`torch.LongTensor` of shape `(emitted,)`): its nodes that were right, the root first.
+            accepted (`int`): how many emitted tokens it had.
+            features (`torch.Tensor` of shape `(1, emitted, ...)`): features of these nodes.
+            seconds (`float`): what the target took.
+            nodes (`int`, *optional*): nodes that it ran for the sequence; those of the tree if left out.
+        """
+        self._unseen.append(features)
+        emitted = self.sequence.input_ids[0, self.sequence.input_ids.shape[1] - path.shape[0] :].tolist()
+        self._time.target, self._time.nodes = seconds, nodes or len(tree)
+        self.pace.observe(tree, path, emitted, accepted, self._time)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from .compact_weights import CompactWeight, compact
-from .few_rows import linears_of
 from .packed_layouts import blocks_pay
 from .packing import PackedLinear
+from .skinny_gemm import linears_of
 
 
 class CompactLinears:

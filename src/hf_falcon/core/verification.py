@@ -10,17 +10,65 @@ seed the same sample, up to the rounding of the target's own logits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from functools import partial
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteriaList,
+    generation,
+)
+from transformers.generation.streamers import BaseStreamer
 
-from .near_ties import NearTies
+from .statistics import NearTies
 from .tree import DraftTree
 
-if TYPE_CHECKING:
-    from transformers.generation.streamers import BaseStreamer
+# Steps that the fastest row may be ahead of the slowest: the noise of a step is kept until all rows have used it.
+MOST_STEPS_AHEAD = 64
+
+
+class StepNoise:
+    """
+    The noise of each step of a batch, as plain decoding draws it.
+
+    For one sample a row, `torch.multinomial` takes the largest of p / q, with q drawn from the exponential
+    distribution for all rows and tokens at once. Here q is drawn once a step, in the order of the steps, when the
+    first row gets there; so the generator goes on from call to call as in plain decoding, too.
+    """
+
+    def __init__(self, rows: int):
+        self._rows = rows
+        self._first = 0
+        self._steps: list[Tensor] = []
+
+    def draw(self, probs: Tensor, row: int, step: int) -> Tensor:
+        """
+        Draws a row's token of a step.
+
+        Args:
+            probs (`torch.Tensor` of shape `(1, vocab_size)`): probabilities of the row.
+            row (`int`): which of the rows it is.
+            step (`int`): which token of the row it is, from 0; never one that was forgotten.
+
+        Returns:
+            `torch.LongTensor` of shape `(1,)`.
+
+        Raises:
+            `RuntimeError`: where `torch.multinomial` raises it: if probabilities are negative, infinite or no numbers.
+        """
+        if not bool((probs >= 0).all() & probs.isfinite().all()):
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        while self._first + len(self._steps) <= step:
+            self._steps.append(torch.empty_like(probs.expand(self._rows, -1).contiguous()).exponential_())
+        return (probs / self._steps[step - self._first][row]).argmax(dim=-1)
+
+    def forget(self, steps: int) -> None:
+        """Forgets the noise of all steps before `steps`, which no row needs any more."""
+        del self._steps[: max(0, steps - self._first)]
+        self._first = max(self._first, steps)
 
 
 class TokenSequence:
@@ -187,3 +235,102 @@ def greedy_path(tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor]:
     # Siblings differ in their token, so accepted nodes are one path, in order of depth.
     path = accepted.nonzero()[:, 0]
     return path, choices[path]
+
+
+class BatchSequence:
+    """
+    The sequences of one `generate` call for a batch. What plain decoding does in one step for all rows, each row does
+    when it gets there.
+
+    Args:
+        input_ids (`torch.LongTensor` of shape `(rows, length)`): the prompts, padded on the left.
+        logits_processor ([`LogitsProcessorList`]): processors and warpers of the call.
+        stopping_criteria ([`StoppingCriteriaList`]): when rows end.
+        generation_config ([`GenerationConfig`]): configuration of the call.
+        streamer ([`BaseStreamer`], *optional*): gets the tokens of a step once all rows have them.
+    """
+
+    # Asked for where plain decoding runs.
+    scores = logits = None
+
+    def __init__(
+        self,
+        input_ids: Tensor,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+        streamer: BaseStreamer | None = None,
+    ):
+        self.prompts = input_ids
+        # Of a single row only: see [`DraftStatistics`].
+        self.near_ties = NearTies()
+        self.noise = StepNoise(input_ids.shape[0])
+        self.samples = generation_config.do_sample
+        self.rows = [
+            TokenSequence(
+                ids,
+                _processors_of_row(logits_processor, row),
+                stopping_criteria,
+                generation_config,
+                draw=partial(self._draw, row),
+            )
+            for row, ids in enumerate(input_ids.split(1))
+        ]
+        self._padding = generation_config._pad_token_tensor
+        self._streamer = streamer
+        self._streamed = 0
+
+    @property
+    def input_ids(self) -> Tensor:
+        """All rows, of shape `(rows, length)`, with padding behind those that ended early."""
+        rows = [row.input_ids[0] for row in self.rows]
+        if len({len(row) for row in rows}) == 1:
+            return torch.stack(rows)
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=int(self._padding))
+
+    @property
+    def new_tokens(self) -> int:
+        """Tokens that were emitted, without padding."""
+        return sum(row.new_tokens for row in self.rows)
+
+    @property
+    def steps(self) -> int:
+        """Tokens that every row has emitted that has not ended."""
+        return min((row.new_tokens for row in self.rows if not row.finished), default=self.longest)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that the longest row has emitted."""
+        return max(row.new_tokens for row in self.rows)
+
+    def stream(self) -> None:
+        """Hands on the steps that all rows have come to, and forgets their noise."""
+        steps = self.steps
+        self.noise.forget(steps)
+        if self._streamer is not None and steps > self._streamed:
+            first = self.prompts.shape[1]
+            for step in self.input_ids[:, first + self._streamed : first + steps].unbind(dim=1):
+                self._streamer.put(step.cpu())
+            self._streamed = steps
+            if all(row.finished for row in self.rows):
+                self._streamer.end()
+
+    def _draw(self, row: int, probs: Tensor) -> Tensor:
+        return self.noise.draw(probs, row, self.rows[row].new_tokens)
+
+
+def _processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
+    """Processors that see one row alone, as the `row`-th of the batch."""
+    return LogitsProcessorList([_of_row(processor, row) for processor in processors])
+
+
+def _of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
+    if isinstance(processor, generation.PrefixConstrainedLogitsProcessor):
+        allowed = processor._prefix_allowed_tokens_fn
+        return generation.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
+    if isinstance(processor, generation.RepetitionPenaltyLogitsProcessor):
+        ignored = processor.prompt_ignore_length
+        # Newer versions leave out each row's own padding.
+        if isinstance(ignored, Tensor):
+            return generation.RepetitionPenaltyLogitsProcessor(processor.penalty, ignored[row : row + 1])
+    return processor

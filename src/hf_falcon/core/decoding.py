@@ -3,32 +3,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import Cache, GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    Cache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+)
 from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
-from .batched_decoding import BatchSequence, decode_batch, why_no_batch
-from .batched_target import BatchedTargetRun
-from .borrowed_head import was_trained_for
-from .candidate_generator import FalconCandidateGenerator
-from .costs import Circumstances, Costs, Stopwatch, holds, in_steps, load, measure, save
+from .candidate_generator import Drafting, FalconCandidateGenerator
+from .costs import CostKey, Costs, Stopwatch, in_steps, load, measure, save, still_valid
 from .draft_options import DraftOptions, set_by_call
-from .drafting import Drafting
-from .layer_outputs import LayerOutputs
-from .modeling_falcon_draft import FalconDraftModel
-from .multi_root import MultiRootCandidateGenerator, decode_multi_root
-from .pace import AdaptivePace, Pace, experience_of
-from .speculative import SamplingCandidateGenerator
+from .modeling_falcon_draft import FalconDraftNetwork
+from .policy import AdaptivePolicy, DraftPolicy, acceptance_stats_of
+from .sampling import MultiRootCandidateGenerator, SamplingCandidateGenerator, decode_multi_root
 from .statistics import FalconGenerateOutput, StatisticsRecorder
-from .target import TargetRun, why_no_tree
-from .verification import TokenSequence
-
-logger = logging.get_logger(__name__)
+from .target_parts import was_trained_for
+from .target_run import BatchedTargetRun, LayerOutputs, TargetRun
+from .target_support import unsupported_batch_reason, unsupported_reason
+from .tree import DraftTree, single_node
+from .verification import MOST_STEPS_AHEAD, BatchSequence, TokenSequence, verify
 
 # Fields of a generation configuration for other ways of assisted decoding, and for caches that can be compiled.
 _OTHER_WAYS = (
@@ -43,9 +46,12 @@ _OTHER_WAYS = (
 )
 
 
+logger = logging.get_logger(__name__)
+
+
 def assisted_decoding(
     target: PreTrainedModel,
-    drafter: FalconDraftModel,
+    drafter: FalconDraftNetwork,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
@@ -73,9 +79,9 @@ def assisted_decoding(
             f"`dola_layers` is {generation_config.dola_layers!r}: DoLa takes no assistant model, so leave it out."
         )
     reason = "`synced_gpus` is set" if synced_gpus else None
-    reason = reason or why_no_tree(target, input_ids, generation_config, model_kwargs)
+    reason = reason or unsupported_reason(target, input_ids, generation_config, model_kwargs)
     if reason is None and input_ids.shape[0] > 1:
-        reason = why_no_batch(target, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        reason = unsupported_batch_reason(target, logits_processor, stopping_criteria, generation_config, model_kwargs)
     if reason is not None:
         logger.warning_once(f"The assistant model is not used, plain decoding runs: {reason}.")
         output = target._sample(
@@ -102,7 +108,7 @@ def assisted_decoding(
         generator = MultiRootCandidateGenerator(drafter, target, options)
     else:
         generator = FalconCandidateGenerator(drafter, target, options)
-    known = experience_of(drafter, target)
+    known = acceptance_stats_of(drafter, target)
     if known.is_fit is None:
         known.is_fit = was_trained_for(drafter, target)
     if not known.is_fit:
@@ -173,7 +179,9 @@ def _assist_batch(
     return statistics, run.finish(batch.input_ids if cache_is_returned else None)
 
 
-def _pace(run: TargetRun | BatchedTargetRun, generator: FalconCandidateGenerator, limit: int, rows: int = 1) -> Pace:
+def _pace(
+    run: TargetRun | BatchedTargetRun, generator: FalconCandidateGenerator, limit: int, rows: int = 1
+) -> DraftPolicy:
     """
     Who says how much is drafted in this call; measures the target where nothing is known of its costs.
 
@@ -182,33 +190,31 @@ def _pace(run: TargetRun | BatchedTargetRun, generator: FalconCandidateGenerator
         rows (`int`, *optional*, defaults to 1): rows of the batch that are not finished.
     """
     options, model = generator.options, run.model
-    experience = experience_of(generator.drafter, model)
+    experience = acceptance_stats_of(generator.drafter, model)
     same_every_round = options.num_assistant_tokens_schedule == "constant" or options.draft_tree != "dynamic"
     # Where no path is allowed the target cannot be timed with one either.
     if same_every_round or limit < 1:
-        return Pace(options, experience, generator.drafter.device)
+        return DraftPolicy(options, experience, generator.drafter.device)
     nodes = options.num_assistant_tokens
-    circumstances = Circumstances.of(model, run.length, nodes, rows, run.compiled_sizes)
-    experience = experience.under(circumstances)
-    if circumstances not in experience.costs:
-        experience.costs[circumstances] = _costs(run, circumstances, experience.costs)
-    return AdaptivePace(options, experience, generator.drafter.device, experience.costs[circumstances])
+    cost_key = CostKey.of(model, run.length, nodes, rows, run.acceleration.is_packed, run.acceleration.sizes)
+    experience = experience.under(cost_key)
+    if cost_key not in experience.costs:
+        experience.costs[cost_key] = _costs(run, cost_key, experience.costs)
+    return AdaptivePolicy(options, experience, generator.drafter.device, experience.costs[cost_key])
 
 
-def _costs(
-    run: TargetRun | BatchedTargetRun, circumstances: Circumstances, known: dict[Circumstances, Costs]
-) -> Costs:
+def _costs(run: TargetRun | BatchedTargetRun, cost_key: CostKey, known: dict[CostKey, Costs]) -> Costs:
     """Costs that were measured before, by any process, or follow from those of more rows, or are measured now."""
-    seconds = load(run.model, circumstances)
-    if seconds is not None and holds(seconds, run.rehearse, run.model.device):
-        return Costs(in_steps(seconds, circumstances.compiled))
-    more = [each for each in list(known) if each.rows > circumstances.rows and each[1:] == circumstances[1:]]
+    seconds = load(run.model, cost_key)
+    if seconds is not None and still_valid(seconds, run.dry_run, run.model.device):
+        return Costs(in_steps(seconds, cost_key.compiled))
+    more = [each for each in list(known) if each.rows > cost_key.rows and each[1:] == cost_key[1:]]
     if more:
         nearest = min(more)
-        return known[nearest].of_fewer_rows(nearest.rows, circumstances.rows)
-    seconds = measure(run.rehearse, circumstances.max_nodes, run.model.device)
-    save(run.model, circumstances, seconds)
-    return Costs(in_steps(seconds, circumstances.compiled))
+        return known[nearest].of_fewer_rows(nearest.rows, cost_key.rows)
+    seconds = measure(run.dry_run, cost_key.max_nodes, run.model.device)
+    save(run.model, cost_key, seconds)
+    return Costs(in_steps(seconds, cost_key.compiled))
 
 
 def _depth_limit(run: TargetRun, sequence: TokenSequence) -> int:
@@ -236,3 +242,97 @@ def _output(
         past_key_values=cache,
         draft_statistics=statistics.result(sequence.new_tokens, sequence.near_ties),
     )
+
+
+def decode_batch(
+    run: BatchedTargetRun,
+    generator: FalconCandidateGenerator,
+    batch: BatchSequence,
+    pace_of: Callable[[int, int], DraftPolicy],
+    drops_rows: bool,
+) -> StatisticsRecorder:
+    """
+    Rounds of drafting and verifying until all rows of `batch` are finished.
+
+    Args:
+        run ([`BatchedTargetRun`]): the target.
+        generator ([`FalconCandidateGenerator`]): that of the first row; the others borrow its head.
+        batch ([`BatchSequence`]): the rows.
+        pace_of (`Callable[[int, int], DraftPolicy]`):
+            The pace of one row, given how long a path may be and how many rows are not finished.
+        drops_rows (`bool`): whether rows that have ended leave the target's cache.
+    """
+    statistics = StatisticsRecorder(run.model.device)
+    with statistics.measure("target"):
+        logits, of_prompts = run.prefill(batch.prompts)
+    # Taken out by the rows that draft, so that nothing keeps them.
+    features = dict(enumerate(of_prompts))
+    del of_prompts
+    for row, sequence in enumerate(batch.rows):
+        sequence.emit(sequence.choose(logits[row][None]))
+    batch.stream()
+    drafters: dict[int, Drafting] = {}
+    # Rows of the target's cache, by their number in the batch, and how many of them were not finished last.
+    cached, active = list(range(len(batch.rows))), 0
+    no_path = torch.empty(0, dtype=torch.long)
+    while not all(sequence.finished for sequence in batch.rows):
+        unfinished = [row for row in cached if not batch.rows[row].finished]
+        if drops_rows and len(unfinished) < len(cached):
+            run.select([cached.index(row) for row in unfinished])
+            cached = unfinished
+        if len(unfinished) != active:
+            active = len(unfinished)
+            for row in unfinished:
+                pace = pace_of(_depth_limit_of_row(batch, row), active)
+                if row in drafters:
+                    drafters[row].pace = pace
+                else:
+                    known = features.pop(row)
+                    padding = batch.prompts.shape[1] - known.shape[1]
+                    drafters[row] = Drafting(_another(generator), batch.rows[row], known, 0, pace, padding)
+        with statistics.measure("drafter"):
+            drafted = _draft({row: drafters[row] for row in unfinished}, batch)
+            trees = [drafted[row] if row in drafted else single_node(batch.rows[row].root) for row in cached]
+        watch = Stopwatch()
+        with statistics.measure("target"):
+            logits, scored = run.score(trees)
+        verified = [
+            verify(tree, logits[place, : len(tree)], batch.rows[row]) if row in unfinished else (no_path, 0)
+            for place, (row, tree) in enumerate(zip(cached, trees))
+        ]
+        seconds = watch.lap()
+        run.keep([path for path, _ in verified])
+        for place, (row, tree) in enumerate(zip(cached, trees)):
+            path, accepted = verified[place]
+            if row in unfinished:
+                drafters[row].learn(tree, path, accepted, scored[place : place + 1, path], seconds, logits.shape[1])
+                statistics.add_round(len(tree) - 1, accepted)
+        batch.stream()
+    return statistics
+
+
+def _draft(drafters: dict[int, Drafting], batch: BatchSequence) -> dict[int, DraftTree]:
+    """The trees of a round. The target runs as many nodes for each row as for the largest, so all have one size."""
+    rounds = {row: each.draft(_depth_limit_of_row(batch, row), len(drafters)) for row, each in drafters.items()}
+    best = torch.nn.utils.rnn.pad_sequence(
+        [each.best() for each in rounds.values()], batch_first=True, padding_value=-torch.inf
+    )
+    worth = torch.stack([each.pace.worth(row) for each, row in zip(drafters.values(), best)]).sum(dim=0)
+    count = int(worth.argmax())
+    return {
+        row: each.finish(drafters[row].root, lambda best: min(count, best.shape[0])) for row, each in rounds.items()
+    }
+
+
+def _another(generator: FalconCandidateGenerator) -> FalconCandidateGenerator:
+    """A generator for another sequence."""
+    return FalconCandidateGenerator(generator.drafter, generator.target, generator.options, generator.head)
+
+
+def _depth_limit_of_row(batch: BatchSequence, row: int) -> int:
+    """How long a path of a row may be: see `decoding`; and with noise to keep, how far the row may get ahead."""
+    sequence = batch.rows[row]
+    limit = sequence.tokens_left - 1
+    if batch.samples:
+        limit = min(limit, batch.steps + MOST_STEPS_AHEAD - sequence.new_tokens)
+    return max(limit, 0)

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
-from .borrowed_head import BorrowedHead
+from ..core.caches import DraftCache
+from ..core.modeling_falcon_draft import FalconDraftNetwork
+from ..core.target_parts import TargetHead
 from .compact_linears import CompactLinears
 from .compact_weights import WeightMark
 from .compiled_code import CompiledCode
-from .draft_cache import DraftCache
-from .modeling_falcon_draft import FalconDraftModel
 
 
 class PassRows:
@@ -65,7 +65,7 @@ class CompiledPasses:
         with self._decode.compiling(), self._logits.compiling():
             yield
 
-    def take(self, drafter: FalconDraftModel, target: PreTrainedModel) -> CompiledHead:
+    def take(self, drafter: FalconDraftNetwork, target: PreTrainedModel) -> CompiledHead:
         """Takes the weights of a drafter and its target's LM head as they are now."""
         self.head = head = CompiledHead(drafter, target, self)
         if self._weights.take(drafter, head.linear):
@@ -77,24 +77,24 @@ class CompiledPasses:
         self.head = None
         self._weights.drop()
 
-    def are_of(self, drafter: FalconDraftModel, target: PreTrainedModel) -> bool:
+    def are_of(self, drafter: FalconDraftNetwork, target: PreTrainedModel) -> bool:
         """Whether these are still the weights of both; see [`WeightMark.is_of`]."""
         return self.head is not None and self.head.is_of(drafter, target) and self._weights.are_current
 
-    def decode(
+    def run_layers(
         self,
-        drafter: FalconDraftModel,
+        drafter: FalconDraftNetwork,
         fused: Tensor,
         ends: Tensor,
         position_ids: Tensor,
         mask: Tensor,
         cache: DraftCache,
     ) -> Tensor:
-        """See [`FalconDraftModel.decode`]; of one sequence."""
+        """See [`FalconDraftNetwork.run_layers`]; of one sequence."""
         count, missing = fused.shape[1], self.rows - fused.shape[1]
         layers = cache.room(self.rows) if missing >= 0 else None
         if layers is None:
-            return drafter.decode(fused, ends, position_ids, mask, cache)
+            return drafter.run_layers(fused, ends, position_ids, mask, cache)
         if missing:
             fused, position_ids = F.pad(fused, (0, 0, 0, missing)), F.pad(position_ids, (0, missing))
             ends = torch.cat((ends, torch.arange(count, self.rows, device=ends.device)[None]), dim=1)
@@ -109,7 +109,7 @@ class CompiledPasses:
         return predicted[:, :count]
 
     def logits(self, head: CompiledHead, features: Tensor) -> Tensor | None:
-        """Those of [`BorrowedHead.logits`], of shape `(rows, draft_vocab_size)`; `None` for too many rows."""
+        """Those of [`TargetHead.logits`], of shape `(rows, draft_vocab_size)`; `None` for too many rows."""
         rows = features.reshape(-1, features.shape[-1])
         missing = self.rows - rows.shape[0]
         if missing < 0:
@@ -118,27 +118,27 @@ class CompiledPasses:
             return self._logits(head, F.pad(rows, (0, 0, 0, missing)))[: rows.shape[0]]
 
 
-class CompiledHead(BorrowedHead):
+class CompiledHead(TargetHead):
     """
-    A [`BorrowedHead`] whose logits of a few rows are compiled.
+    A [`TargetHead`] whose logits of a few rows are compiled.
 
     Args:
-        drafter, target: see [`BorrowedHead`].
+        drafter, target: see [`TargetHead`].
         passes ([`CompiledPasses`]): where the compiled code is.
     """
 
-    def __init__(self, drafter: FalconDraftModel, target: PreTrainedModel, passes: CompiledPasses):
+    def __init__(self, drafter: FalconDraftNetwork, target: PreTrainedModel, passes: CompiledPasses):
         super().__init__(drafter, target)
         self._passes = passes
         self._source = WeightMark(_head_weight(target))
 
-    def is_of(self, drafter: FalconDraftModel, target: PreTrainedModel) -> bool:
+    def is_of(self, drafter: FalconDraftNetwork, target: PreTrainedModel) -> bool:
         """Whether this is still the head that the drafter would borrow, as far as some of its values tell."""
         source, mine = _head_weight(target), self.linear.weight
         return self._source.is_of(source) and (mine.dtype, mine.device) == (drafter.norm.weight.dtype, source.device)
 
     def logits(self, features: Tensor) -> Tensor:
-        """See [`BorrowedHead.logits`]."""
+        """See [`TargetHead.logits`]."""
         logits = self._passes.logits(self, features)
         return super().logits(features) if logits is None else logits.view(*features.shape[:-1], -1)
 
@@ -149,10 +149,10 @@ def _head_weight(target: PreTrainedModel) -> Tensor:
 
 
 def _decode(
-    drafter: FalconDraftModel, fused: Tensor, ends: Tensor, position_ids: Tensor, mask: Tensor, rows: PassRows
+    drafter: FalconDraftNetwork, fused: Tensor, ends: Tensor, position_ids: Tensor, mask: Tensor, rows: PassRows
 ) -> Tensor:
-    return drafter.decode(fused, ends, position_ids, mask, rows)
+    return drafter.run_layers(fused, ends, position_ids, mask, rows)
 
 
-def _logits(head: BorrowedHead, rows: Tensor) -> Tensor:
-    return BorrowedHead.logits(head, rows)
+def _logits(head: TargetHead, rows: Tensor) -> Tensor:
+    return TargetHead.logits(head, rows)

@@ -1,11 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""
-Improved MCSD's target-initialised trees with several roots (arXiv 2409.10644): biased.
-
-A round begins with the token that the target drew and with its likeliest others beside it. Each root has a tree, each
-tree is replayed as ever, and the text goes on with the root that most tokens are accepted behind. So a token is
-preferred for being followed by what the drafter foresees: not what the target alone would write.
-"""
+"""Two opt-in ways to verify samples: speculative sampling, and trees with several roots (biased)."""
 
 from __future__ import annotations
 
@@ -14,16 +8,145 @@ from dataclasses import replace
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import (
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from .candidate_generator import DraftedBlocks, FalconCandidateGenerator
 from .draft_options import DraftOptions
-from .modeling_falcon_draft import FalconDraftModel
-from .pace import Experience, Pace
+from .modeling_falcon_draft import FalconDraftNetwork
+from .policy import AcceptanceStats, DraftPolicy
 from .statistics import StatisticsRecorder
-from .target import TargetRun
-from .tree import DraftTree, DynamicTree
-from .verification import TokenSequence, verify
+from .target_run import TargetRun
+from .tree import DraftTree, DynamicTree, StaticTree, validate_paths
+from .verification import TokenSequence, verify, walk
+
+# These read nothing but the scores, and shape the drafter's distribution as they do the target's. Processors that read
+# the text are left out, as every node has another text: without them q is a little worse, and the output the same.
+_WARPERS = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    MinPLogitsWarper,
+    TypicalLogitsWarper,
+    EpsilonLogitsWarper,
+    EtaLogitsWarper,
+)
+
+
+class SamplingCandidateGenerator(FalconCandidateGenerator):
+    """
+    Proposes trees whose nodes are drawn: the child of rank r is draw r of its parent's. A dynamic tree becomes the
+    static one of as many nodes.
+
+    Args:
+        drafter, target, options: see [`FalconCandidateGenerator`].
+        processors ([`LogitsProcessorList`]): those of the call; the drafter's distribution is warped by its warpers.
+
+    Raises:
+        `ValueError`: for a tree that leaves out a draw.
+    """
+
+    def __init__(
+        self,
+        drafter: FalconDraftNetwork,
+        target: PreTrainedModel,
+        options: DraftOptions,
+        processors: LogitsProcessorList,
+    ):
+        if options.draft_tree == "dynamic":
+            options = replace(options, draft_tree="static")
+        self._warpers = [each for each in processors if isinstance(each, _WARPERS)]
+        super().__init__(drafter, target, options)
+
+    def verify(self, tree: DraftTree, logits: Tensor, sequence: TokenSequence) -> tuple[Tensor, int]:
+        """See [`verify`]; accepts drawn candidates by the ratio of probabilities."""
+        tokens, rows = (
+            tree.token_ids.tolist(),
+            {node: row for row, node in enumerate(tree.parents[1:].unique().tolist())},
+        )
+
+        def choose(node: int, children: list[int]) -> Tensor:
+            target = sequence.process(logits[node][None])[0].softmax(dim=-1)
+            if tree.proposals is None or not children:
+                return _draw(target)
+            proposal = torch.zeros_like(target)
+            drafted = tree.proposals[rows[node]].to(target)
+            proposal[slice(None) if self.head.vocab_ids is None else self.head.vocab_ids.to(target.device)] = drafted
+            return accept_one(target, proposal, [tokens[child] for child in children])
+
+        return walk(tree, sequence, choose)
+
+    def _build_tree(self) -> StaticTree | DynamicTree:
+        tree = self.options.draft_tree
+        paths = [] if isinstance(tree, str) else validate_paths(tree)
+        for path in paths:
+            before = (*path[:-1], path[-1] - 1)
+            if path[-1] > 0 and before not in paths:
+                raise ValueError(
+                    f"`draft_tree` has the path {path} without {before}: with `verification` 'speculative' the "
+                    "children of a node are draws, and none may be left out. Add it."
+                )
+        return super()._build_tree()
+
+    def _candidates(self, features: Tensor) -> tuple[Tensor, ...]:
+        """
+        Draws for features of shape `(..., hidden_size)`: their log-probabilities and their tokens, of shape
+        `(..., max_children)`, and the distributions that they are of, of shape `(..., draft_vocab_size)`.
+        """
+        scores = self.head.logits(features).float()
+        rows = scores.flatten(0, -2)
+        for warper in self._warpers:
+            rows = warper(None, rows)
+        # A drafter that overflows proposes nothing.
+        log_probs = rows.log_softmax(dim=-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf).view_as(scores)
+        # The largest of these are draws without replacement, in their order. What cannot be drawn comes last.
+        noise = torch.empty_like(log_probs).exponential_().clamp_min_(torch.finfo(log_probs.dtype).tiny)
+        drawn = (log_probs - noise.log()).topk(self._tree.max_children, dim=-1).indices
+        return log_probs.gather(-1, drawn), self.head.to_target_ids(drawn), log_probs.exp()
+
+
+def accept_one(target: Tensor, proposal: Tensor, candidates: list[int]) -> Tensor:
+    """
+    Draws from `target` by asking candidates that were drawn from `proposal`, without replacement, in their order.
+
+    Args:
+        target, proposal (`torch.Tensor` of shape `(vocab_size,)`): probabilities.
+        candidates (`list[int]`): the drawn tokens; those without any probability were not, and come last.
+
+    Returns:
+        `torch.LongTensor` of shape `(1,)`: one of the candidates, or another token where none was accepted.
+    """
+    for token in candidates:
+        wanted, offered = torch.stack((target[token], proposal[token])).tolist()
+        # The sum of what is left of the proposal may be 0, and its shares not a number.
+        if not offered > 0:
+            break
+        rest = (target - proposal).clamp(min=0)
+        left = float(rest.sum())
+        # Where nothing is left the two are equal, but for rounding.
+        if left == 0 or _happens(wanted / offered):
+            return torch.tensor([token], device=target.device)
+        target = rest / left
+        proposal = proposal.index_fill(0, torch.tensor([token], device=target.device), 0.0)
+        proposal = proposal / proposal.sum()
+    return _draw(target)
+
+
+def _happens(probability: float) -> bool:
+    return float(torch.rand(())) < probability
+
+
+def _draw(probs: Tensor) -> Tensor:
+    return torch.multinomial(probs[None], num_samples=1)[0]
 
 
 class MultiRootCandidateGenerator(FalconCandidateGenerator):
@@ -35,7 +158,7 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
         drafter, target, options: see [`FalconCandidateGenerator`]; every tree is a dynamic one.
     """
 
-    def __init__(self, drafter: FalconDraftModel, target: PreTrainedModel, options: DraftOptions):
+    def __init__(self, drafter: FalconDraftNetwork, target: PreTrainedModel, options: DraftOptions):
         super().__init__(drafter, target, replace(options, draft_tree="dynamic"))
         self.block_size = drafter.config.block_size
 
@@ -68,7 +191,7 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
                 torch.cat((known, branches.token_ids[:, None]), dim=1),
                 features.to(self._device).expand(width, -1, -1),
             )
-            self._draft(tree_round, drafted, Pace(self.options, Experience(), self._device))
+            self._draft(tree_round, drafted, DraftPolicy(self.options, AcceptanceStats(), self._device))
         tree = tree_round.finish(roots[:1])
         # Without the node above the roots, whose token is known.
         own = torch.arange(len(tree) - 1, device=self._device)

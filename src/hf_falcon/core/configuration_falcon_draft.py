@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import math
 from os import PathLike
 from typing import Any
@@ -14,8 +13,7 @@ from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
-from .checkpoint_files import is_weight_file_name, reading
-from .packed_layouts import PackedWeight
+from .checkpoint_files import is_weight_file_name, reading, weights_fingerprint
 
 # Of config.json and the weights that it describes. It grows when code of before would misread what code of now writes.
 FORMAT = 1
@@ -33,8 +31,11 @@ _RANGES = {
     "conditioning_size": (0, 2**20),
     "max_position_embeddings": (1, 2**40),
 }
+
 _LARGEST_HEAD_DIM = 2**12
+
 _MOST_FEATURE_LAYERS = 256
+
 # Fields by which transformers would fetch files or code that a drafter does not have.
 _REFUSED_FIELDS = (
     "quantization_config",
@@ -44,7 +45,9 @@ _REFUSED_FIELDS = (
     "configuration_files",
     "distributed_config",
 )
+
 _ATTENTION = (None, "eager", "sdpa")
+
 # Of what every configuration of transformers has, all that a drafter needs. The rest (labels, sharding plans, ...) is
 # left out, as reading it can go wrong: a number of labels alone makes a name for each.
 _BASE_FIELDS = {
@@ -61,13 +64,9 @@ _BASE_FIELDS = {
     "transformers_version",
 }
 
-_FINGERPRINT_TENSORS = 32
-_FINGERPRINT_VALUES = 16
-# Both hold a value's bfloat16 rounding exactly; float16 does not, so a float16 copy cannot be told from a fine-tune.
-_FINGERPRINT_DTYPES = (torch.float32, torch.bfloat16)
-
 # With a large target's sizes most of a drafter's weights would be MLPs, and much of the rest keys' and values'.
 _WIDEST_DEFAULT_MLP = 2048
+
 _MOST_DEFAULT_KEY_VALUE_HEADS = 8
 
 
@@ -404,35 +403,3 @@ def _rope_theta(text_config: PreTrainedConfig) -> float:
     by_layer_kind = parameters.get("full_attention")
     theta = (by_layer_kind or parameters).get("rope_theta")
     return float(theta if theta is not None else getattr(text_config, "rope_theta", None) or 10000.0)
-
-
-def weights_fingerprint(model: PreTrainedModel) -> str | None:
-    """
-    A short hash of a model's weights that is the same for its float32 and its bfloat16 copy.
-
-    Returns:
-        `str` or `None`: the hash; `None` where the weights cannot be compared (float16, or not materialised).
-    """
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    stride = max(1, len(matrices) // _FINGERPRINT_TENSORS)
-    samples = []
-    for matrix in matrices[::stride]:
-        if matrix.device.type == "meta" or matrix.dtype == torch.float16:
-            return None
-        values = _some_values(matrix)
-        samples.append(values.to(torch.bfloat16).float() if matrix.dtype in _FINGERPRINT_DTYPES else values.float())
-    if not samples:
-        return None
-    digest = hashlib.sha256(torch.cat([sample.cpu() for sample in samples]).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def _some_values(matrix: torch.Tensor) -> torch.Tensor:
-    if not isinstance(matrix, PackedWeight):
-        flat = matrix.detach().reshape(-1)
-        return flat[:: max(1, flat.numel() // _FINGERPRINT_VALUES)][:_FINGERPRINT_VALUES]
-    # All of a packed weight must be unpacked to read some of it. It never changes, so what was read stays with it.
-    kept = vars(matrix)
-    if "some_values" not in kept:
-        kept["some_values"] = _some_values(matrix.to_dense()).clone()
-    return kept["some_values"]

@@ -25,8 +25,7 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
-from .configuration_falcon_draft import weights_fingerprint
-from .packing import is_packed
+from .checkpoint_files import weights_fingerprint
 
 logger = logging.get_logger(__name__)
 
@@ -179,7 +178,9 @@ def cache_folder() -> Path:
     return Path(given) if given else Path(constants.HF_HOME) / "hf_falcon"
 
 
-def holds(seconds: dict[int, float], forward: Callable[[int], object], device: torch.device, repeats: int = 2) -> bool:
+def still_valid(
+    seconds: dict[int, float], forward: Callable[[int], object], device: torch.device, repeats: int = 2
+) -> bool:
     """
     Whether times that were kept are still those of this machine: they may come from a moment when it was busy.
 
@@ -200,7 +201,7 @@ def holds(seconds: dict[int, float], forward: Callable[[int], object], device: t
     return 1 / _TOLERANCE < change < _TOLERANCE
 
 
-class Circumstances(NamedTuple):
+class CostKey(NamedTuple):
     """
     What the times of a target depend on, beside the target itself. Contexts of like length share their times: up to
     2,048 tokens, up to 8,192, and so on.
@@ -218,8 +219,14 @@ class Circumstances(NamedTuple):
 
     @classmethod
     def of(
-        cls, target: PreTrainedModel, context: int, max_nodes: int, rows: int = 1, compiled: tuple[int, ...] = ()
-    ) -> Circumstances:
+        cls,
+        target: PreTrainedModel,
+        context: int,
+        max_nodes: int,
+        rows: int = 1,
+        packed: bool = False,
+        compiled: tuple[int, ...] = (),
+    ) -> CostKey:
         """
         Those of a target now, with `context` tokens before it in each of `rows` rows, and rounds of `compiled` tokens
         compiled.
@@ -233,24 +240,24 @@ class Circumstances(NamedTuple):
             dtype=str(target.dtype),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             threads=torch.get_num_threads(),
-            packed=is_packed(target),
+            packed=packed,
             compiled=compiled,
         )
 
 
-def load(target: PreTrainedModel, circumstances: Circumstances) -> dict[int, float] | None:
+def load(target: PreTrainedModel, cost_key: CostKey) -> dict[int, float] | None:
     """The times that are kept for a target, or `None`."""
     try:
-        kept = json.loads(_file(target, circumstances)[0].read_text(encoding="utf-8"))
+        kept = json.loads(_file(target, cost_key)[0].read_text(encoding="utf-8"))
         seconds = {int(size): float(value) for size, value in kept["seconds"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return seconds if 0 in seconds and all(0 < value < math.inf for value in seconds.values()) else None
 
 
-def save(target: PreTrainedModel, circumstances: Circumstances, seconds: dict[int, float]) -> None:
+def save(target: PreTrainedModel, cost_key: CostKey, seconds: dict[int, float]) -> None:
     """Keeps times for a target. Where nothing can be written they are measured again next time."""
-    file, key = _file(target, circumstances)
+    file, key = _file(target, cost_key)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8") as part:
@@ -260,10 +267,10 @@ def save(target: PreTrainedModel, circumstances: Circumstances, seconds: dict[in
         logger.debug(f"Costs are not kept: {error}")
 
 
-def _file(target: PreTrainedModel, circumstances: Circumstances) -> tuple[Path, dict[str, Any]]:
+def _file(target: PreTrainedModel, cost_key: CostKey) -> tuple[Path, dict[str, Any]]:
     """The file of a target's times, and what it is for."""
     key = {
-        **circumstances._asdict(),
+        **cost_key._asdict(),
         "target": weights_fingerprint(target) or type(target).__name__,
         "torch": str(torch.__version__),
         "transformers": transformers_version,

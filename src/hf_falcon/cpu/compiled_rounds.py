@@ -19,11 +19,11 @@ from transformers import Cache, CompileConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import output_capturing
 
+from ..core.modeling_falcon_draft import FalconDraftNetwork
 from .compact_linears import CompactLinears
 from .compiled_code import CompiledCode
 from .compiled_passes import CompiledPasses
 from .grouped_attention import form_ahead
-from .modeling_falcon_draft import FalconDraftModel
 
 
 class TreeRows(DynamicLayer):
@@ -82,8 +82,8 @@ class CompiledRounds:
         self._compiled_heads: dict[int, CompiledCode] = {}
         self._weights = CompactLinears()
         # The passes of drafters that draft for it: those in use, and all that were compiled, by what they are for.
-        self.passes: weakref.WeakKeyDictionary[FalconDraftModel, CompiledPasses] = weakref.WeakKeyDictionary()
-        self.made: weakref.WeakKeyDictionary[FalconDraftModel, dict[tuple[object, ...], CompiledPasses]]
+        self.passes: weakref.WeakKeyDictionary[FalconDraftNetwork, CompiledPasses] = weakref.WeakKeyDictionary()
+        self.made: weakref.WeakKeyDictionary[FalconDraftNetwork, dict[tuple[object, ...], CompiledPasses]]
         self.made = weakref.WeakKeyDictionary()
         config = decoder.config.get_text_config(decoder=True)
         heads = config.num_attention_heads
@@ -224,7 +224,7 @@ def compiled_rounds_of(model: PreTrainedModel) -> CompiledRounds | None:
     return rounds if rounds is not None and rounds.are_exact else None
 
 
-def compiled_passes_of(drafter: FalconDraftModel, target: PreTrainedModel) -> CompiledPasses | None:
+def compiled_passes_of(drafter: FalconDraftNetwork, target: PreTrainedModel) -> CompiledPasses | None:
     """Those of a drafter for a target, where they are compiled and nothing stands in their way."""
     rounds = compiled.get(target)
     passes = None if rounds is None else rounds.passes.get(drafter)

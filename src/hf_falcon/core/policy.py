@@ -21,9 +21,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from .costs import Circumstances, Costs
+from .costs import CostKey, Costs
 from .draft_options import DraftOptions
-from .retrieval import Continuation
 from .tree import Branches, DraftTree
 
 # Share of continuations that go on right, by the length of the match, which grows with every token that was right;
@@ -44,7 +43,20 @@ _ONE_ROW_AS_IT_IS = (1, False, ())
 _LIKELY = 0.3
 
 
-class Guess(NamedTuple):
+class LookupMatch(NamedTuple):
+    """
+    What followed when the context last ended like this.
+
+    Args:
+        token_ids (`list[int]`): the tokens that followed then; none where the context never ended like this before.
+        matched (`int`): how many tokens at the end of the context were the same.
+    """
+
+    token_ids: list[int]
+    matched: int
+
+
+class LookupPath(NamedTuple):
     """
     A path from the root that the tree is to have: its tokens (`(length,)`) and the log-probability of each with all
     before it (`(length,)`).
@@ -77,7 +89,7 @@ class _Share:
         return max(_LEAST, hits / trials)
 
 
-class Experience:
+class AcceptanceStats:
     """
     What the rounds of one drafter with one target taught: shares and means, never tokens. It outlives the call and is
     shared by threads: the choices that follow from it change the time that a text takes, and nothing else.
@@ -101,20 +113,20 @@ class Experience:
         self.pause, self.paused_for, self.trial = _SHORTEST_PAUSE, 0, 0
         # Drafted rounds since one had a second pass.
         self.single_passes = 0
-        self.costs: dict[Circumstances, Costs] = {}
+        self.costs: dict[CostKey, Costs] = {}
         # Whether the drafter was trained for the target's weights; `None` before that was looked at. It is looked at
         # once: weights that are changed later give no warning, and exact outputs as ever.
         self.is_fit: bool | None = None
-        self._others: dict[tuple[int, bool, tuple[int, ...]], Experience] = {}
+        self._others: dict[tuple[int, bool, tuple[int, ...]], AcceptanceStats] = {}
 
-    def under(self, circumstances: Circumstances) -> Experience:
+    def under(self, cost_key: CostKey) -> AcceptanceStats:
         """With that many rows, and the target packed or compiled so: the same probabilities, other costs."""
-        way = circumstances.rows, circumstances.packed, circumstances.compiled
+        way = cost_key.rows, cost_key.packed, cost_key.compiled
         if way == _ONE_ROW_AS_IT_IS:
             return self
         known = self._others.get(way)
         if known is None:
-            known = self._others[way] = Experience()
+            known = self._others[way] = AcceptanceStats()
             known.matches, known.depths, known.costs = self.matches, self.depths, self.costs
             known.continued = self.continued
         return known
@@ -144,13 +156,15 @@ def _total_probability(branches: Branches) -> Tensor:
     return branches.log_probs.exp().sum()
 
 
-_experiences: weakref.WeakKeyDictionary[PreTrainedModel, weakref.WeakKeyDictionary[PreTrainedModel, Experience]]
-_experiences = weakref.WeakKeyDictionary()
+_acceptance_stats: weakref.WeakKeyDictionary[
+    PreTrainedModel, weakref.WeakKeyDictionary[PreTrainedModel, AcceptanceStats]
+]
+_acceptance_stats = weakref.WeakKeyDictionary()
 
 
-def experience_of(drafter: PreTrainedModel, target: PreTrainedModel) -> Experience:
+def acceptance_stats_of(drafter: PreTrainedModel, target: PreTrainedModel) -> AcceptanceStats:
     """What this process has learnt of a drafter with a target."""
-    return _experiences.setdefault(target, weakref.WeakKeyDictionary()).setdefault(drafter, Experience())
+    return _acceptance_stats.setdefault(target, weakref.WeakKeyDictionary()).setdefault(drafter, AcceptanceStats())
 
 
 @dataclass
@@ -167,23 +181,23 @@ class RoundTime:
     nodes: int = 1
 
 
-class Pace:
+class DraftPolicy:
     """
     Drafts the tree that the options say, every round.
 
     Args:
         options ([`DraftOptions`]): options of the call.
-        experience ([`Experience`]): what is known of the drafter.
+        experience ([`AcceptanceStats`]): what is known of the drafter.
         device (`torch.device`): where trees are grown.
     """
 
-    def __init__(self, options: DraftOptions, experience: Experience, device: torch.device):
+    def __init__(self, options: DraftOptions, experience: AcceptanceStats, device: torch.device):
         self._options = options
         self._experience = experience
         self._device = device
-        self._continuation = Continuation([], 0)
+        self._continuation = LookupMatch([], 0)
 
-    def guess(self, continuation: Continuation) -> Guess:
+    def guess(self, continuation: LookupMatch) -> LookupPath:
         """Weighs a continuation that was found in the context, for this round."""
         self._continuation = continuation
         log_probs, total = [], 0.0
@@ -191,9 +205,9 @@ class Pace:
             total += math.log(self._experience.match(continuation.matched + place).value)
             log_probs.append(total)
         tokens = torch.tensor(continuation.token_ids, dtype=torch.long, device=self._device)
-        return Guess(tokens, torch.tensor(log_probs, device=self._device))
+        return LookupPath(tokens, torch.tensor(log_probs, device=self._device))
 
-    def drafts(self, guess: Guess) -> bool:
+    def drafts(self, guess: LookupPath) -> bool:
         """Whether the drafter is to run this round."""
         return True
 
@@ -240,7 +254,7 @@ class Pace:
                 break
 
 
-class AdaptivePace(Pace):
+class AdaptivePolicy(DraftPolicy):
     """
     Drafts and verifies what pays.
 
@@ -248,24 +262,24 @@ class AdaptivePace(Pace):
         costs ([`Costs`]): what a round costs here.
     """
 
-    def __init__(self, options: DraftOptions, experience: Experience, device: torch.device, costs: Costs):
+    def __init__(self, options: DraftOptions, experience: AcceptanceStats, device: torch.device, costs: Costs):
         super().__init__(options, experience, device)
         experience.expect(options.draft_calibration)
         self._costs = costs
         self._target = costs.target(options.num_assistant_tokens)
         self._target_costs = torch.tensor(self._target, device=device)
-        self._guess = Guess(torch.empty(0), torch.empty(0))
+        self._guess = LookupPath(torch.empty(0), torch.empty(0))
         # Worth of the tree before the pass that runs, and the probability of the paths that this pass continues.
         self._before: tuple[float, float] | None = None
 
-    def guess(self, continuation: Continuation) -> Guess:
-        """See [`Pace.guess`]."""
+    def guess(self, continuation: LookupMatch) -> LookupPath:
+        """See [`DraftPolicy.guess`]."""
         self._guess = super().guess(continuation)
         self._before = None
         return self._guess
 
-    def drafts(self, guess: Guess) -> bool:
-        """See [`Pace.drafts`]."""
+    def drafts(self, guess: LookupPath) -> bool:
+        """See [`DraftPolicy.drafts`]."""
         known = self._experience
         cost = known.rate * known.cost
         if known.accepted > cost:
@@ -280,11 +294,11 @@ class AdaptivePace(Pace):
         return False
 
     def correction(self, depth: int) -> float:
-        """See [`Pace.correction`]."""
+        """See [`DraftPolicy.correction`]."""
         return math.log(min(1.0, self._experience.depth(depth).value))
 
     def another_pass(self, branches: Branches, best: Tensor) -> bool:
-        """See [`Pace.another_pass`]."""
+        """See [`DraftPolicy.another_pass`]."""
         if branches.log_probs is None:
             return True
         known = self._experience
@@ -303,12 +317,12 @@ class AdaptivePace(Pace):
         return pays
 
     def worth(self, best: Tensor) -> Tensor:
-        """See [`Pace.worth`]: the tokens that are to be expected beyond the root's own, less what they cost."""
+        """See [`DraftPolicy.worth`]: the tokens that are to be expected beyond the root's own, less what they cost."""
         tokens = torch.nn.functional.pad(best.exp().cumsum(dim=0), (1, 0))
         return tokens - self._experience.rate * self._target_costs[: tokens.shape[0]]
 
     def observe(self, tree: DraftTree, path: Tensor, emitted: list[int], accepted: int, time: RoundTime) -> None:
-        """See [`Pace.observe`]."""
+        """See [`DraftPolicy.observe`]."""
         super().observe(tree, path, emitted, accepted, time)
         known, costs = self._experience, self._costs
         verifying = self._target[time.nodes - 1]

@@ -1,18 +1,65 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""What drafting gained in one `generate` call."""
+"""Statistics of one `generate` call: rounds, accepted tokens, times and near-ties."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
-from .near_ties import NearTies
+# Units in the last place of the best logit, in the dtype of the logits.
+_UNITS = 2
+
+
+class Gaps(NamedTuple):
+    """See [`DraftStatistics`]."""
+
+    smallest_gap: float | None
+    smallest_gap_token: int | None
+    near_ties: list[int] | None
+
+
+class NearTies:
+    """By how much the greedy tokens of one `generate` call led. Nothing waits for the device before the end."""
+
+    def __init__(self) -> None:
+        self._gaps: list[Tensor] = []
+        self._units: list[Tensor] = []
+
+    def observe(self, logits: Tensor, scores: Tensor | None = None) -> None:
+        """
+        Records tokens in the order of the text.
+
+        Args:
+            logits (`torch.Tensor` of shape `(tokens, vocab_size)`): the target's own, not upcast.
+            scores (`torch.Tensor` of the same shape, *optional*): what processors made of them.
+        """
+        # The best, and the best of the others: as `topk` finds them in several times as long on a CPU.
+        scores = logits if scores is None else scores
+        best, tokens = scores.max(dim=-1, keepdim=True)
+        second = scores.scatter(-1, tokens, -torch.inf).amax(dim=-1)
+        self._gaps.append((best[:, 0].float() - second.float()).to(logits.device))
+        # The largest power of two in a number is what its last place counts from.
+        exponent = torch.frexp(logits.amax(dim=-1).float()).exponent - 1
+        self._units.append(torch.finfo(logits.dtype).eps * torch.exp2(exponent.float()))
+
+    def result(self) -> Gaps:
+        """What was recorded; `None` three times where that is nothing."""
+        if not self._gaps:
+            return Gaps(None, None, None)
+        # Two infinities are a tie.
+        gaps = torch.cat(self._gaps).nan_to_num(nan=0.0, posinf=math.inf)
+        near = gaps <= _UNITS * torch.cat(self._units)
+        token = int(gaps.argmin())
+        return Gaps(float(gaps[token]), token, near.nonzero()[:, 0].tolist())
 
 
 @dataclass

@@ -3,31 +3,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from .checkpoint_files import (
-    Shapes,
-    check_digests,
-    digests,
-    reading,
-    refuse_adapter,
-    stored_shapes,
-    weight_files,
-)
 from .configuration_falcon_draft import FalconDraftConfig
-from .draft_options import DraftOptions
-from .hook import install
-from .remote_code import upload, write_code
 
 LSTMState = tuple[Tensor, Tensor]
 
@@ -215,19 +201,16 @@ class FalconConditioning(nn.Module):
         return normalised + self.down_proj(self.activation(self.gate_proj(pairs)) * self.up_proj(pairs))
 
 
-class FalconDraftModel(PreTrainedModel):
+class FalconDraftNetwork(PreTrainedModel):
     """
-    The Falcon drafter (arXiv 2412.12639, section 3).
+    The drafter's network (Falcon, arXiv 2412.12639, section 3).
 
     At position i it reads the target's feature `f_i` beside the embedding of token `t_{i+1}`, and predicts `f_{i+k}`,
     k being `config.block_size`. The target's own LM head turns that into the logits of `t_{i+k+1}`. Embedding and LM
-    head are borrowed from the target ([`BorrowedHead`]) and never stored here.
-
-    Constructing one, also as custom code from the Hub, makes `target.generate(assistant_model=drafter)` work.
+    head are the target's ([`TargetHead`]) and never stored here.
 
     Args:
-        config ([`FalconDraftConfig`]): its configuration. The weights are new; [`FalconDraftModel.from_pretrained`]
-            loads trained ones.
+        config ([`FalconDraftConfig`]): its configuration. The weights are new.
     """
 
     config_class: type[FalconDraftConfig] = FalconDraftConfig
@@ -235,11 +218,6 @@ class FalconDraftModel(PreTrainedModel):
     main_input_name = "features"
     _no_split_modules = ["FalconDecoderLayer"]
     supports_gradient_checkpointing = True
-    # The hook knows a drafter by this mark and not by its class: code loaded from the Hub is another module.
-    is_falcon_drafter = True
-
-    # transformers' own loop asks for it before it calls `generate`, which says what is wrong.
-    _supports_logits_to_keep = GenerationMixin._supports_logits_to_keep
 
     feature_mean: Tensor
     feature_std: Tensor
@@ -262,155 +240,6 @@ class FalconDraftModel(PreTrainedModel):
         if config.draft_vocab_size is not None:
             self.register_buffer("draft_vocab_ids", torch.arange(config.draft_vocab_size))
         self.post_init()
-        install()
-
-    @classmethod
-    def can_generate(cls) -> bool:
-        """Drafting options live in `generation_config`, which transformers saves and loads with such models."""
-        return True
-
-    @classmethod
-    def from_pretrained(
-        cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
-    ) -> Any:
-        """
-        As [`PreTrainedModel.from_pretrained`], but from safetensors files only, and incomplete checkpoints are
-        refused, before their weights take memory.
-
-        Raises:
-            `ValueError`: if weights are missing, unexpected or of another shape: a drafter that half loads still
-                generates the right text, at no speed-up, so nobody would notice. Or for a configuration or drafting
-                options out of range.
-            `OSError`: if a weight file is not there, damaged, or not the one that was saved.
-        """
-        kwargs["use_safetensors"] = True
-        if pretrained_model_name_or_path is not None:
-            cls._check_files(str(pretrained_model_name_or_path), kwargs)
-        # transformers' own error for a shape does not say which weight has it.
-        kwargs["ignore_mismatched_sizes"] = True
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        _refuse_problems(pretrained_model_name_or_path, info)
-        DraftOptions.from_generation_config(model.generation_config)
-        return (model, info) if output_loading_info else model
-
-    @classmethod
-    def _check_files(cls, repository: str, kwargs: Mapping[str, Any]) -> None:
-        """Compares what a checkpoint's files hold with what its configuration asks for."""
-        names = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-        loading = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
-        adapter = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
-        refuse_adapter(repository, adapter, **loading)
-        config = kwargs.get("config")
-        if not isinstance(config, PreTrainedConfig):
-            config = cls.config_class.from_pretrained(config or repository, **loading)
-        files = weight_files(repository, kwargs.get("variant"), **loading)
-        check_digests(files, config.weights_sha256)
-        stored = stored_shapes(files)
-        # A field that is not ours may have a value that only fails where it is used.
-        with reading("config.json"), torch.device("meta"), init.no_init_weights():
-            wanted: Shapes = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
-        _refuse_problems(
-            repository,
-            {
-                "missing_keys": wanted.keys() - stored.keys(),
-                "unexpected_keys": stored.keys() - wanted.keys(),
-                "mismatched_keys": [
-                    (name, stored[name], wanted[name])
-                    for name in wanted.keys() & stored.keys()
-                    if stored[name] != wanted[name]
-                ],
-            },
-        )
-
-    def save_pretrained(
-        self, save_directory: Any, is_main_process: bool = True, push_to_hub: bool = False, **kwargs: Any
-    ) -> None:
-        """
-        As [`PreTrainedModel.save_pretrained`]. The folder is self-contained: the drafting options and the code that
-        drafts go along, so `AutoModel.from_pretrained(folder, trust_remote_code=True)` needs no `hf_falcon`.
-        """
-        hub = {
-            name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private", "create_pr") if name in kwargs
-        }
-        # A generation configuration that counts as made from the model's config loses custom fields when it is loaded.
-        self.generation_config._from_model_config = False
-        # A subclass may be defined anywhere, and its code would not load from one folder.
-        has_code = type(self).__module__ == __name__
-        if has_code:
-            self.config.auto_map = {
-                "AutoConfig": f"{FalconDraftConfig.__module__.rpartition('.')[2]}.{FalconDraftConfig.__name__}",
-                "AutoModel": f"{__name__.rpartition('.')[2]}.{FalconDraftModel.__name__}",
-            }
-        else:
-            self.config.__dict__.pop("auto_map", None)
-        super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
-        if not is_main_process:
-            return
-        if has_code:
-            write_code(__file__, save_directory)
-        # Of the files, so known only now.
-        self.config.weights_sha256 = digests(save_directory)
-        self.config.save_pretrained(save_directory)
-        if push_to_hub:
-            repo_id = hub.pop("repo_id", None) or Path(save_directory).name
-            self.push_to_hub(repo_id, token=kwargs.get("token"), **hub)
-
-    def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
-        """
-        Uploads what [`FalconDraftModel.save_pretrained`] writes, in one commit. The card (`README.md`) of the folder
-        that the drafter was loaded from goes along.
-
-        Args:
-            repo_id (`str`): the repository, `"user/name"`; made if it is not there.
-            kwargs: `commit_message`, `commit_description`, `private`, `token`, `revision`, `create_pr`, as in
-                [`PreTrainedModel.push_to_hub`], and `card` (`str`), a card's text to use instead.
-
-        Returns:
-            `str`: the address of the commit.
-        """
-        card = Path(self.name_or_path, "README.md")
-        if self.name_or_path and card.is_file():
-            kwargs.setdefault("card", card.read_text(encoding="utf-8"))
-        return upload(self.save_pretrained, repo_id, **kwargs)
-
-    def assisted_decoding(self, target: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        """
-        Runs the decoding loop of this drafter's own code. `target.generate(assistant_model=drafter)` comes here.
-
-        Args:
-            target ([`PreTrainedModel`]): the target, whose `generate` was called.
-            args, kwargs: what `generate` gives its assisted decoding: tokens, processors, stopping criteria, ...
-
-        Returns:
-            What `generate` returns: `torch.LongTensor` of the tokens, or a [`FalconGenerateOutput`] with
-            `return_dict_in_generate=True`.
-        """
-        from .decoding import assisted_decoding
-
-        return assisted_decoding(target, self, *args, **kwargs)
-
-    def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
-        """
-        As [`PreTrainedModel.adjust_generation_fn`]: loads the drafting options. The repository's custom generation is
-        for targets and does not replace ours.
-        """
-        with reading("generation_config.json"):
-            GenerationMixin.adjust_generation_fn(self, *args, **{**kwargs, "trust_remote_code": False})
-
-    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """
-        A drafter proposes tokens to a target and generates nothing by itself.
-
-        Args:
-            args, kwargs: not used.
-
-        Raises:
-            `TypeError`: always, saying what to call.
-        """
-        raise TypeError(
-            "A Falcon drafter generates nothing by itself: call `target.generate(**inputs, assistant_model=drafter)`, "
-            "after `hf_falcon.enable()` if it was disabled."
-        )
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)
@@ -447,7 +276,7 @@ class FalconDraftModel(PreTrainedModel):
             position_ids = torch.arange(features.shape[1], device=features.device)[None]
         valid = None if attention_mask is None else attention_mask.bool()
         mask = additive_mask(relaxed_causal_mask(block_ids, valid), fused.dtype)
-        return self.decode(fused, block_ends(block_ids), position_ids, mask)
+        return self.run_layers(fused, block_ends(block_ids), position_ids, mask)
 
     def fuse(
         self, features: Tensor, inputs_embeds: Tensor, state: LSTMState | None = None
@@ -470,7 +299,7 @@ class FalconDraftModel(PreTrainedModel):
             normalised = normalised + self.layer_reader(features[..., hidden_size:].to(normalised.dtype))
         return self.fusion(normalised, inputs_embeds.to(normalised.dtype), state)
 
-    def decode(
+    def run_layers(
         self,
         fused: Tensor,
         ends: Tensor,
@@ -521,13 +350,3 @@ class FalconDraftModel(PreTrainedModel):
 
     def _normalise(self, features: Tensor) -> Tensor:
         return (features.to(self.norm.weight.dtype) - self.feature_mean) / self.feature_std
-
-
-def _refuse_problems(repository: Any, problems: Mapping[str, Any]) -> None:
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if problems.get(problem):
-            raise ValueError(
-                f"The checkpoint `{repository}` has {problem.replace('_', ' ')}: "
-                f"{sorted(map(str, problems[problem]))}. Its weights do not belong to its config.json: download it "
-                "again, or save it again with `save_pretrained`."
-            )

@@ -1,16 +1,23 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""A checkpoint's weight files, looked at before any of their weights takes memory."""
+"""Files of a checkpoint: weights are checked before they take memory, and code goes along with them."""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from huggingface_hub import HfApi
 from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import (
     ADAPTER_CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
@@ -19,6 +26,19 @@ from transformers.utils import (
     find_adapter_config_file,
     is_peft_available,
 )
+
+from .custom_generate import generate
+
+# The lowest version that this code runs on, in the form that transformers checks before it runs custom generation.
+_REQUIREMENTS = "transformers>=5.17.0\n"
+
+_FINGERPRINT_TENSORS = 32
+
+_FINGERPRINT_VALUES = 16
+
+# Both hold a value's bfloat16 rounding exactly; float16 does not, so a float16 copy cannot be told from a fine-tune.
+_FINGERPRINT_DTYPES = (torch.float32, torch.bfloat16)
+
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -170,3 +190,104 @@ def _sha256(file: Path) -> str:
         while chunk := opened.read(1 << 20):
             digest.update(chunk)
     return digest.hexdigest()
+
+
+def core_files(module_file: str | Path) -> list[Path]:
+    """A module's file and those of its relative imports, theirs included, as transformers itself collects them."""
+    return sorted({Path(module_file), *map(Path, get_relative_import_files(module_file))})
+
+
+def write_code(module_file: str | Path, folder: str | Path) -> None:
+    """
+    Copies into `folder` the files that a model needs, as they are, and `custom_generate/generate.py`.
+
+    Args:
+        module_file (`str` or `Path`): the file that the model's class is in. What it imports lies beside it.
+        folder (`str` or `Path`): where the model is saved.
+    """
+    for file in core_files(module_file):
+        _copy(file, Path(folder, file.name))
+    custom = Path(folder, "custom_generate")
+    custom.mkdir(exist_ok=True)
+    _copy(Path(inspect.getfile(generate)), custom / "generate.py")
+    (custom / "requirements.txt").write_text(_REQUIREMENTS, encoding="utf-8")
+
+
+def upload(
+    save: Callable[[str], None],
+    repo_id: str,
+    card: str | None = None,
+    commit_message: str = "Upload drafter",
+    commit_description: str | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+) -> str:
+    """
+    Uploads what `save` writes into a folder, in one commit: the repository has all of it or stays as it was.
+
+    Args:
+        save (`Callable`): writes a model into the folder that it is given.
+        card (`str`, *optional*): text of the model card. Without one, that of the repository stays.
+        repo_id, commit_message, commit_description, private, token, revision, create_pr:
+            See [`PreTrainedModel.push_to_hub`].
+
+    Returns:
+        `str`: the address of the commit.
+    """
+    api = HfApi(token=token)
+    with tempfile.TemporaryDirectory() as folder:
+        save(folder)
+        if card is not None:
+            Path(folder, "README.md").write_text(card, encoding="utf-8")
+        repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+        if revision is not None and not create_pr:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        return api.upload_folder(
+            repo_id=repo_id,
+            folder_path=folder,
+            commit_message=commit_message,
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
+        )
+
+
+def _copy(source: Path, place: Path) -> None:
+    # A drafter may be saved to where its own code lies.
+    if not (place.exists() and place.samefile(source)):
+        shutil.copyfile(source, place)
+
+
+def weights_fingerprint(model: PreTrainedModel) -> str | None:
+    """
+    A short hash of a model's weights that is the same for its float32 and its bfloat16 copy.
+
+    Returns:
+        `str` or `None`: the hash; `None` where the weights cannot be compared (float16, or not materialised).
+    """
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    stride = max(1, len(matrices) // _FINGERPRINT_TENSORS)
+    samples = []
+    for matrix in matrices[::stride]:
+        if matrix.device.type == "meta" or matrix.dtype == torch.float16:
+            return None
+        values = _some_values(matrix)
+        samples.append(values.to(torch.bfloat16).float() if matrix.dtype in _FINGERPRINT_DTYPES else values.float())
+    if not samples:
+        return None
+    digest = hashlib.sha256(torch.cat([sample.cpu() for sample in samples]).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _some_values(matrix: torch.Tensor) -> torch.Tensor:
+    # A packed weight keeps these: all of it would have to be unpacked to read some of it.
+    own = getattr(matrix, "some_values", None)
+    return some_values(matrix) if own is None else own
+
+
+def some_values(matrix: torch.Tensor) -> torch.Tensor:
+    """The values by which a matrix is recognised: few of them, spread over all of it."""
+    flat = matrix.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _FINGERPRINT_VALUES)][:_FINGERPRINT_VALUES]

@@ -48,9 +48,11 @@ class DraftTree:
     def __len__(self) -> int:
         return self.token_ids.shape[0]
 
-    def filled(self, nodes: int) -> DraftTree:
-        """The tree with nodes behind its own that make it `nodes`; they see the root and themselves."""
+    def padded(self, nodes: int) -> DraftTree:
+        """The tree, padded to `nodes` nodes; a padding node sees the root and itself."""
         more = nodes - len(self)
+        if more == 0:
+            return self
         visible = F.pad(self.visible, (0, more, 0, more))
         visible[:, 0] = True
         visible.fill_diagonal_(True)

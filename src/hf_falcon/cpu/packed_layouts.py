@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import re
 import weakref
 from typing import Any
 
@@ -13,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
+
+from ..core.checkpoint_files import some_values
 
 # Rows of the product that oneDNN's layout is chosen for. Any number above one gives the same layout; the one for a
 # single row is slow for several.
@@ -87,14 +88,7 @@ def _shape_of_product(input: Tensor, bias: Tensor | None, number: int, out_featu
     return input.new_empty(*input.shape[:-1], out_features)
 
 
-def _namespace_of_its_own() -> str:
-    """Drafters from the Hub bring this module along, and transformers runs it anew where it has changed."""
-    taken = {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()}
-    name = re.sub(r"\W", "_", __name__)
-    return next(each for each in (f"{name}_{count}" for count in itertools.count()) if each not in taken)
-
-
-_namespace = _namespace_of_its_own()
+_namespace = "hf_falcon_cpu"
 _library = torch.library.Library(_namespace, "DEF")
 _library.define("product(Tensor input, Tensor? bias, int number, int out_features) -> Tensor")
 _library.impl("product", _product, "CPU")
@@ -139,6 +133,13 @@ class PackedWeight(Tensor):
     def to_dense(self, *args: Any, **kwargs: Any) -> Tensor:
         """The weight as an ordinary tensor, to the bit."""
         return self.packed.to_dense()
+
+    @property
+    def some_values(self) -> Tensor:
+        """See [`some_values`]. A packed weight never changes, so they are read once."""
+        if "kept_values" not in vars(self):
+            vars(self)["kept_values"] = some_values(self.to_dense()).clone()
+        return vars(self)["kept_values"]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -1,8 +1,10 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""What a drafter borrows from its target: the embedding and the LM head."""
+"""What a drafter reads of its target: features, embedding and LM head."""
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -10,11 +12,89 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .configuration_falcon_draft import weights_fingerprint
-from .modeling_falcon_draft import FalconDraftModel
+from .checkpoint_files import weights_fingerprint
+from .modeling_falcon_draft import FalconDraftNetwork
 
 
-class BorrowedHead:
+class FeatureTap:
+    """
+    Collects the target's features, the last hidden states after its final norm, from every forward of this thread.
+
+    A context manager: the hooks are there only inside, whatever happens.
+
+    Args:
+        model ([`PreTrainedModel`]): the target.
+        layers (sequence of `int`, *optional*): layers whose outputs are collected, too, behind the features.
+    """
+
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int] = ()):
+        self._decoder = decoder_of(model)
+        self._layers = _decoder_layers(model, layers)
+        self._thread = threading.get_ident()
+        self._outputs: list[Tensor] = []
+        self._collected: list[Tensor] = []
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> FeatureTap:
+        self._handles = [self._decoder.register_forward_hook(self._collect)]
+        self._handles += [layer.register_forward_hook(self._collect_layer) for layer in self._layers]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no forward ran since the last `take`."""
+        return not self._collected
+
+    def take(self) -> Tensor:
+        """Features of all positions since the last call, of shape `(batch, positions, (1 + layers) * hidden_size)`."""
+        collected, self._collected = self._collected, []
+        return collected[0] if len(collected) == 1 else torch.cat(collected, dim=1)
+
+    def _collect(self, module: Any, inputs: Any, output: Any) -> None:
+        # Another thread may generate with the same target at the same time.
+        if threading.get_ident() == self._thread:
+            features = output[0] if isinstance(output, tuple) else output.last_hidden_state
+            outputs, self._outputs = self._outputs, []
+            if outputs:
+                features = torch.cat([features, *(each.to(features.device) for each in outputs)], dim=-1)
+            self._collected.append(features)
+
+    def _collect_layer(self, module: Any, inputs: Any, output: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._outputs.append(output[0] if isinstance(output, tuple) else output)
+
+
+def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of a causal language model whose output its LM head reads."""
+    # OPT's language model calls the decoder inside its base model directly; ModernBERT's `decoder` is its LM head.
+    decoder = model.get_decoder()
+    decoder = decoder if isinstance(decoder, PreTrainedModel) else model.base_model
+    # Mllama's and Kosmos-2.5's decoders are language models themselves.
+    return decoder if decoder.get_output_embeddings() is None else getattr(decoder, "model", decoder)
+
+
+def _decoder_layers(model: PreTrainedModel, wanted: Sequence[int]) -> list[nn.Module]:
+    """
+    Some of a model's decoder layers.
+
+    Raises:
+        `ValueError`: if the model has no such layer.
+    """
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = [each for each in decoder_of(model).children() if isinstance(each, nn.ModuleList) and len(each) == count]
+    if wanted and (not lists or max(wanted) >= count):
+        raise ValueError(
+            f"`feature_layers` is {list(wanted)}, but {type(model).__name__} has {count if lists else 'no'} decoder "
+            "layers that can be counted, from 0: use others, or leave it out."
+        )
+    return [lists[0][layer] for layer in wanted]
+
+
+class TargetHead:
     """
     Embedding and LM head of a target, cut to the drafter's vocabulary, with the target's own post-processing.
 
@@ -29,7 +109,7 @@ class BorrowedHead:
         `ValueError`: if the drafter was made for a target of another kind or shape.
     """
 
-    def __init__(self, drafter: FalconDraftModel, target: PreTrainedModel, dtype: torch.dtype | None = None):
+    def __init__(self, drafter: FalconDraftNetwork, target: PreTrainedModel, dtype: torch.dtype | None = None):
         check_target(drafter, target)
         config = drafter.config
         self._output: Any = target.get_output_embeddings()
@@ -99,7 +179,7 @@ def _parameters_of(output: Any) -> tuple[Tensor, Tensor | None]:
     return weight.to_dense(), bias
 
 
-def check_target(drafter: FalconDraftModel, target: PreTrainedModel) -> None:
+def check_target(drafter: FalconDraftNetwork, target: PreTrainedModel) -> None:
     """
     Refuses a target that the drafter cannot draft for.
 
@@ -133,7 +213,7 @@ def check_target(drafter: FalconDraftModel, target: PreTrainedModel) -> None:
         )
 
 
-def was_trained_for(drafter: FalconDraftModel, target: PreTrainedModel) -> bool:
+def was_trained_for(drafter: FalconDraftNetwork, target: PreTrainedModel) -> bool:
     """Whether the target's weights are those the drafter was trained for, as far as that can be told."""
     expected = drafter.config.target_fingerprint
     actual = weights_fingerprint(target) if expected is not None else None

@@ -35,7 +35,7 @@ class _Here(threading.local):
 _here = _Here()
 
 
-class FewRowsLinear(nn.Linear):
+class SkinnyLinear(nn.Linear):
     """What linear layers are while trees are scored or drafted: an ordinary one to other threads."""
 
     # For compiled rounds.
@@ -56,14 +56,14 @@ class FewRowsLinear(nn.Linear):
 
 
 def linears_of(model: nn.Module) -> list[nn.Linear]:
-    """The linear layers of a model that [`few_rows`] is for."""
+    """The linear layers of a model that [`skinny_gemm`] is for."""
     if not blocks_pay():
         return []
     return [module for module in model.modules() if isinstance(module, nn.Linear) and _is_suited(module)]
 
 
 @contextmanager
-def few_rows(model: nn.Module, linears: list[nn.Linear], rows: int | None = None) -> Iterator[None]:
+def skinny_gemm(model: nn.Module, linears: list[nn.Linear], rows: int | None = None) -> Iterator[None]:
     """
     Inside, this thread's forwards of a few rows are faster; their values differ by rounding.
 
@@ -92,7 +92,7 @@ def _enter(model: nn.Module, linears: list[nn.Linear]) -> None:
         _users[model] = _users.get(model, 0) + 1
         if _users[model] == 1:
             for linear in linears:
-                linear.__class__ = FewRowsLinear
+                linear.__class__ = SkinnyLinear
 
 
 def _leave(model: nn.Module, linears: list[nn.Linear]) -> None:
@@ -106,7 +106,7 @@ def _leave(model: nn.Module, linears: list[nn.Linear]) -> None:
 
 def _is_suited(linear: nn.Linear) -> bool:
     # No subclass, and no other forward.
-    if type(linear) not in (nn.Linear, FewRowsLinear) or "forward" in vars(linear):
+    if type(linear) not in (nn.Linear, SkinnyLinear) or "forward" in vars(linear):
         return False
     weight = linear._parameters.get("weight")
     return (

@@ -1,0 +1,489 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""The target during one `generate` call: it scores trees, and keeps the accepted paths in its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers.utils import ModelOutput
+
+from .acceleration import target_acceleration
+from .caches import RaggedLayer, RowLengths, give_back, grow_in_place
+from .modeling_falcon_draft import additive_mask
+from .target_parts import FeatureTap
+from .target_support import SLIDING, layer_kinds, rope_boundary
+from .tree import DraftTree, star
+
+# For each emitted token one tensor a layer.
+Steps = tuple[tuple[Tensor, ...], ...]
+
+
+class LayerOutputs:
+    """
+    What the target's layers gave for each emitted token; nothing, where the call does not ask for it.
+
+    Args:
+        generation_config ([`GenerationConfig`]): configuration of the call.
+    """
+
+    def __init__(self, generation_config: GenerationConfig):
+        asked = [
+            name
+            for name in ("hidden_states", "attentions")
+            if generation_config.return_dict_in_generate and getattr(generation_config, f"output_{name}")
+        ]
+        self.hidden_states: Steps | None = () if "hidden_states" in asked else None
+        self.attentions: Steps | None = () if "attentions" in asked else None
+        # What the target's forward is to be asked for.
+        self.arguments = {f"output_{name}": True for name in asked}
+
+    def add_step(self, outputs: ModelOutput) -> None:
+        """Takes a forward that plain decoding runs just so: the prompt, or a single token."""
+        if self.hidden_states is not None:
+            self.hidden_states += (outputs.hidden_states,)
+        if self.attentions is not None:
+            self.attentions += (outputs.attentions,)
+
+    def add_path(self, outputs: ModelOutput, path: Tensor, windows: Sequence[int | None]) -> None:
+        """
+        Takes a tree's forward: of its nodes those that were accepted, each with the keys of its own path alone.
+
+        Args:
+            outputs ([`ModelOutput`]): of a forward over all nodes.
+            path (`torch.LongTensor` of shape `(kept,)`): nodes that belong in the cache, the root first.
+            windows (sequence of `int` or `None`): keys that each layer keeps, at most.
+        """
+        if self.hidden_states is not None:
+            rows = [states.index_select(1, path.to(states.device)).split(1, dim=1) for states in outputs.hidden_states]
+            self.hidden_states += tuple(zip(*rows))
+        if self.attentions is not None:
+            # Attention that gives no weights gives no layers either.
+            steps = [_attentions(*each, path) for each in zip(outputs.attentions, windows)]
+            self.attentions += tuple(zip(*steps)) if steps else ((),) * path.shape[0]
+
+
+def _attentions(weights: Tensor, window: int | None, path: Tensor) -> list[Tensor]:
+    """Weights of shape `(1, heads, nodes, cached + nodes)` as those of one token after the other."""
+    path = path.to(weights.device)
+    cached = weights.shape[-1] - weights.shape[-2]
+    keys = torch.cat((torch.arange(cached, device=path.device), cached + path))
+    rows = weights.index_select(2, path).index_select(3, keys)
+    found = []
+    for place in range(path.shape[0]):
+        end = cached + place + 1
+        found.append(rows[:, :, place : place + 1, max(0, end - (window or end)) : end])
+    return found
+
+
+class TargetRun:
+    """
+    The target during one `generate` call: prefills, scores trees and keeps accepted paths.
+
+    Args:
+        model ([`PreTrainedModel`]): the target.
+        input_ids (`torch.LongTensor` of shape `(1, length)`): the prompt.
+        generation_config ([`GenerationConfig`]): configuration of the call.
+        model_kwargs (`dict`): what `generate` prepared, with a [`DynamicCache`] in it.
+        feature_layers (sequence of `int`, *optional*): see [`FeatureTap`].
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        feature_layers: Sequence[int] = (),
+    ):
+        self.model = model
+        self._tap = FeatureTap(model, feature_layers)
+        self.cache: Cache = model_kwargs["past_key_values"]
+        self._config = model.config.get_text_config(decoder=True)
+        self._generation_config = generation_config
+        self._model_kwargs = model_kwargs
+        self._kinds = sorted(layer_kinds(model.config))
+        self._rope_boundary, self._rope_never_settles = rope_boundary(self._config)
+        padding = model_kwargs.get("attention_mask")
+        # Cached slots that hold padding stay hidden; without padding there is nothing to look at.
+        self._hidden_slots = None if padding is None or bool(padding.all()) else ~padding[0].bool()
+        self._num_hidden = 0 if self._hidden_slots is None else int(self._hidden_slots.sum())
+        # What a position is more than its slot in the cache.
+        self._position_shift = 0
+        self.layer_outputs = LayerOutputs(generation_config)
+        self._outputs: Any = None
+        reads_layers = bool(feature_layers or self.layer_outputs.arguments)
+        self.acceleration = target_acceleration(model, reads_layers=reads_layers)
+        # Tokens in the cache that stay there, whatever happens to a round.
+        self._kept: int | None = None
+
+    @property
+    def length(self) -> int:
+        """Tokens in the cache."""
+        return self.cache.get_seq_length()
+
+    @property
+    def prompt_embeds(self) -> Tensor | None:
+        """The prompt, of shape `(1, length, hidden_size)`, where it was given as embeddings."""
+        return self._model_kwargs.get("inputs_embeds")
+
+    def prefill(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """
+        Runs the prompt as plain decoding does.
+
+        Returns:
+            The logits after it, of shape `(1, vocab_size)`, and the features of its positions that were not in the
+            cache yet, of shape `(1, positions, hidden_size)`.
+        """
+        with self._tap as tap:
+            outputs = self.model._prefill(
+                input_ids,
+                self._generation_config,
+                self._model_kwargs,
+                is_first_iteration=not self._generation_config.is_assistant,
+            )
+        self._adopt(outputs.past_key_values)
+        self.layer_outputs.add_step(outputs)
+        # Positions go on from the prompt's last one, where padding or the caller has put it.
+        positions = self._model_kwargs.get("position_ids")
+        self._position_shift = 0 if positions is None else int(positions[..., -1].max()) + 1 - self.length
+        return outputs.logits[:, -1], tap.take()
+
+    def max_tree_depth(self) -> int | None:
+        """How deep a tree may go before a node would see other rotary frequencies than plain decoding gives it."""
+        if self._rope_boundary is None:
+            return None
+        position = self.length + self._position_shift
+        if position > self._rope_boundary and not self._rope_never_settles:
+            return None
+        return max(0, self._rope_boundary - 1 - position)
+
+    def score(self, tree: DraftTree, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """
+        One forward over all nodes of a tree.
+
+        Args:
+            tree ([`DraftTree`]): the tree of the round.
+            input_ids (`torch.LongTensor` of shape `(1, length)`): the sequence so far, which ends with the root.
+
+        Returns:
+            The logits after each node's own path, of shape `(nodes, vocab_size)`, and the nodes' features, of shape
+            `(1, nodes, hidden_size)`.
+        """
+        if self._starts_anew(input_ids):
+            inputs = self.model.prepare_inputs_for_generation(
+                input_ids, use_cache=True, **self.layer_outputs.arguments
+            )
+            with self._tap as tap:
+                outputs = self._outputs = self.model(**inputs, return_dict=True)
+            self._adopt(outputs.past_key_values)
+            return outputs.logits[0, -1:], tap.take()[:, -1:]
+        return self._forward(tree)
+
+    def _forward(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
+        start, nodes = self.length, len(tree)
+        tree = tree.padded(self.acceleration.padded_size(nodes))
+        masks = {kind: self._mask(kind, tree, start) for kind in self._kinds}
+        with self._tap as tap, self.acceleration.scoring(self.cache, masks.values()):
+            outputs = self._outputs = self.model(
+                input_ids=tree.token_ids[None],
+                attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],
+                position_ids=(start + self._position_shift + tree.depths)[None],
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+                **self.layer_outputs.arguments,
+            )
+        if nodes < len(tree):
+            self.cache.crop(nodes - len(tree))
+        return outputs.logits[0, :nodes], tap.take()[:, :nodes]
+
+    def keep(self, path: Tensor, nodes: int) -> None:
+        """
+        Keeps the nodes of `path` of the `nodes` nodes just scored, and drops the others.
+
+        Args:
+            path (`torch.LongTensor` of shape `(kept,)`): nodes to keep, in order.
+            nodes (`int`): nodes that the last forward added.
+        """
+        self._keep_outputs(path, nodes)
+        kept, sources, found = path.shape[0], path, None
+        # Nodes that stand where they belong need not move. To look is to wait for the device, where that is not a CPU.
+        moves = path.device.type != "cpu" or path.tolist() != list(range(kept))
+        for layer in self.cache.layers:
+            if not layer.is_initialized or not moves:
+                continue
+            first = layer.keys.shape[-2] - nodes
+            if found != (first, layer.keys.device):
+                found = (first, layer.keys.device)
+                sources = (path + first).to(layer.keys.device)
+            for states in (layer.keys, layer.values):
+                # Gathered first, then written: source and destination rows overlap.
+                states[..., first : first + kept, :] = states.index_select(-2, sources)
+        self.cache.crop(kept - nodes)
+        self._kept = self.length
+
+    def _keep_outputs(self, path: Tensor, nodes: int) -> None:
+        outputs, self._outputs = self._outputs, None
+        if nodes == 1:
+            self.layer_outputs.add_step(outputs)
+        elif self.layer_outputs.arguments:
+            kept = {kind: getattr(self._layer_of_kind(kind), "sliding_window", None) for kind in self._kinds}
+            kinds = getattr(self._config, "layer_types", None) or self._kinds * self._config.num_hidden_layers
+            self.layer_outputs.add_path(outputs, path, [kept[kind] for kind in kinds])
+
+    def dry_run(self, nodes: int) -> Tensor:
+        """
+        Scores the root and `nodes` draft nodes of no meaning, and forgets them: for timing.
+
+        Returns:
+            `torch.Tensor` of shape `(1 + nodes, vocab_size)`: their logits.
+        """
+        logits, _ = self._forward(star(nodes, self.model.device))
+        self.cache.crop(-(nodes + 1))
+        return logits
+
+    def finish(self) -> Cache:
+        """The cache as plain decoding would leave it: a next turn may start from it, with or without a drafter."""
+        for layer in self.cache.layers:
+            # A round that broke off leaves its tree there, and one that did so in the target in some layers only.
+            if self._kept is not None and layer.get_seq_length() > self._kept:
+                layer.crop(self._kept - layer.get_seq_length())
+        give_back(self.cache)
+        for layer in self.cache.layers:
+            if getattr(layer, "record_past", False):
+                # transformers has no call for it. Left on, 5.17 fails at the next forward without a crop.
+                layer.record_past = False
+        return self.cache
+
+    def _adopt(self, cache: Cache) -> None:
+        """Takes the cache that a forward returned: where rotary frequencies change, Phi3 returns another one."""
+        if cache is not self.cache:
+            give_back(self.cache)
+        self.cache = cache
+        # Layers with a window drop nothing of a tree before they are cropped.
+        cache.activate_past_recording()
+        cache.crop(0)
+        grow_in_place(cache)
+        self._kept = self.length
+
+    def _starts_anew(self, input_ids: Tensor) -> bool:
+        """Whether plain decoding drops its cache here and runs all anew, as Phi3 does with its long frequencies."""
+        # With padding the context reaches the boundary later than the cache does, and nothing is to be computed anew.
+        if self._rope_boundary is None or self.length != self._rope_boundary or self._num_hidden > 0:
+            return False
+        inputs = self.model.prepare_inputs_for_generation(
+            input_ids, next_sequence_length=1, past_key_values=self.cache, use_cache=True
+        )
+        return inputs.get("past_key_values") is None
+
+    def _mask(self, kind: str, tree: DraftTree, start: int) -> Tensor:
+        """Additive mask of shape `(1, 1, nodes, cached + nodes)`; a node's slot is the one plain decoding gives it."""
+        nodes, device = len(tree), tree.token_ids.device
+        layer = self._layer_of_kind(kind)
+        kv_length, kv_offset = layer.get_mask_sizes(nodes)
+        cached = kv_length - nodes
+        slots = torch.arange(kv_offset, kv_offset + cached, device=device)
+        before = torch.ones(nodes, cached, dtype=torch.bool, device=device)
+        inside = tree.visible
+        if kind == SLIDING:
+            # The window is the model's, not the cache layer's: a user's own cache may keep more than the window.
+            oldest = start + tree.depths - self._config.sliding_window
+            before = slots[None] > oldest[:, None]
+            inside = inside & (start + tree.depths[None] > oldest[:, None])
+        if self._hidden_slots is not None:
+            padded = torch.zeros(start, dtype=torch.bool, device=device)
+            padded[: self._hidden_slots.shape[0]] = self._hidden_slots
+            before = before & ~padded[slots]
+        return additive_mask(torch.cat((before, inside), dim=1), self.model.dtype)[None, None]
+
+    def _layer_of_kind(self, kind: str) -> Any:
+        kinds = getattr(self._config, "layer_types", None)
+        index = kinds.index(kind) if kinds is not None else 0
+        return self.cache.layers[index]
+
+
+class BatchedTargetRun:
+    """
+    The target during one `generate` call for a batch; see [`TargetRun`] for a single row.
+
+    Args:
+        model ([`PreTrainedModel`]): the target.
+        generation_config ([`GenerationConfig`]): configuration of the call.
+        model_kwargs (`dict`): what `generate` prepared, with an empty [`DynamicCache`] in it.
+        feature_layers (sequence of `int`, *optional*): see [`FeatureTap`].
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        feature_layers: Sequence[int] = (),
+    ):
+        self.model = model
+        self.cache: Cache = model_kwargs["past_key_values"]
+        self._tap = FeatureTap(model, feature_layers)
+        self.acceleration = target_acceleration(model, is_batch=True)
+        self._config = model.config.get_text_config(decoder=True)
+        self._generation_config = generation_config
+        self._model_kwargs = model_kwargs
+        self._kinds = sorted(layer_kinds(model.config))
+        self._own_layers: list[Any] = self.cache.layers
+        # Slots of the prompts that are no padding, for each row of the batch, and slots of a prompt.
+        self._slots: list[Tensor] = []
+        self._prompt_length = 0
+        self._lengths = RowLengths([], model.device)
+        # What to add to a token's place in its row for the position that plain decoding gives it.
+        self._offsets = torch.empty(0)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the longest row in the cache."""
+        return max(self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row in the cache."""
+        return self._lengths.values
+
+    def prefill(self, input_ids: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """
+        Runs the prompts as plain decoding does.
+
+        Returns:
+            The logits after them, of shape `(rows, vocab_size)`, and each row's features, of shape
+            `(1, its tokens, hidden_size)`, without its padding.
+        """
+        with self._tap as tap:
+            outputs = self.model._prefill(input_ids, self._generation_config, self._model_kwargs)
+        features = tap.take()
+        mask = self._model_kwargs.get("attention_mask")
+        mask = torch.ones_like(input_ids) if mask is None else mask
+        self._slots = [row.nonzero()[:, 0] for row in mask]
+        self._prompt_length = input_ids.shape[1]
+        self._lengths = RowLengths([len(slots) for slots in self._slots], self.model.device)
+        positions = self._model_kwargs.get("position_ids")
+        self._offsets = torch.zeros(input_ids.shape[0], dtype=torch.long, device=self.model.device)
+        if positions is not None:
+            self._offsets += positions[:, -1].to(self.model.device) + 1 - self._lengths.slots(1)[:, 0]
+        self.cache = outputs.past_key_values
+        self._own_layers = self.cache.layers
+        self.cache.layers = [RaggedLayer(layer, self._slots, self._lengths) for layer in self._own_layers]
+        rows = [features[row, slots.to(features.device)][None] for row, slots in enumerate(self._slots)]
+        return outputs.logits[:, -1], rows
+
+    def score(self, trees: Sequence[DraftTree]) -> tuple[Tensor, Tensor]:
+        """
+        One forward over the nodes of all rows' trees; smaller trees are filled up with nodes that nobody reads.
+
+        Args:
+            trees (sequence of [`DraftTree`]): one for each row.
+
+        Returns:
+            The logits after each node's own path, of shape `(rows, nodes, vocab_size)`, and the nodes' features, of
+            shape `(rows, nodes, hidden_size)`; `nodes` is the size of the largest tree.
+        """
+        rows, nodes, device = len(trees), max(map(len, trees)), self.model.device
+        tokens = torch.zeros(rows, nodes, dtype=torch.long, device=device)
+        depths = torch.ones_like(tokens)
+        # A filling node sees itself, as a node that sees nothing has no attention.
+        visible = torch.eye(nodes, dtype=torch.bool, device=device).repeat(rows, 1, 1)
+        for row, tree in enumerate(trees):
+            size = len(tree)
+            tokens[row, :size], depths[row, :size] = tree.token_ids, tree.depths
+            visible[row, :size, :size] = tree.visible
+        places = self._lengths.slots(1) + depths
+        masks = {kind: self._mask(kind, places, visible) for kind in self._kinds}
+        with self._tap as tap, self.acceleration.scoring(self.cache, masks.values()):
+            outputs = self.model(
+                input_ids=tokens,
+                attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],
+                position_ids=places + self._offsets[:, None],
+                past_key_values=self.cache,
+                use_cache=True,
+                return_dict=True,
+            )
+        return outputs.logits, tap.take()
+
+    def keep(self, paths: Sequence[Tensor]) -> None:
+        """
+        Keeps the nodes of each row's path (`(kept,)`, in order) of what was just scored, and drops the others.
+        """
+        counts = [len(path) for path in paths]
+        moves = torch.arange(max(counts), device=self.model.device).repeat(len(paths), 1)
+        for row, path in enumerate(paths):
+            moves[row, : counts[row]] = path
+        targets = self._lengths.slots(moves.shape[1])
+        starts = self._lengths.slots(1)
+        if bool((starts + moves != targets).any()):
+            for layer in self.cache.layers:
+                layer.keep(starts + moves, targets)
+        self._lengths.advance(counts)
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Goes on with the rows at these indices only."""
+        indices = torch.tensor(rows, device=self.model.device)
+        self._lengths.values = [self._lengths.values[row] for row in rows]
+        self._offsets = self._offsets[indices]
+        for layer in self.cache.layers:
+            layer.select(indices)
+
+    def dry_run(self, nodes: int) -> None:
+        """Scores a root and `nodes` draft nodes of no meaning in each row, and forgets them: for timing."""
+        self.score([star(nodes, self.model.device)] * len(self.lengths))
+
+    def finish(self, sequences: Tensor | None) -> Cache:
+        """
+        Gives the cache back.
+
+        Args:
+            sequences (`torch.LongTensor` of shape `(rows, length)`, *optional*): what was generated, with padding
+                behind what ended early. If given, the cache is as plain decoding leaves it: every token of every row
+                but the last ones. All rows must still be there.
+        """
+        layers, self.cache.layers = self.cache.layers, self._own_layers
+        if sequences is None:
+            return self.cache
+        length = sequences.shape[1] - 1
+        self.cache.layers = layers
+        self._run_rest(sequences[:, :-1])
+        self.cache.layers = self._own_layers
+        for own, layer in zip(self._own_layers, layers):
+            own.keys, own.values = layer.padded(self._slots, self._prompt_length, length)
+            if own.is_sliding:
+                own.cumulative_length = length
+                own.keys, own.values = (each[:, :, -own.sliding_window + 1 :] for each in (own.keys, own.values))
+        return self.cache
+
+    def _run_rest(self, sequences: Tensor) -> None:
+        """Runs what rows of `sequences` that ended early have behind their end."""
+        ends = [len(slots) + sequences.shape[1] - self._prompt_length for slots in self._slots]
+        missing = [end - length for end, length in zip(ends, self.lengths)]
+        if max(missing) == 0:
+            return
+        chains = []
+        for row, count in enumerate(missing):
+            # A row with nothing missing runs a token that is not kept.
+            tokens = sequences[row, sequences.shape[1] - max(count, 1) :].to(self.model.device)
+            nodes = torch.arange(len(tokens), device=self.model.device)
+            chains.append(DraftTree(tokens, (nodes - 1).clamp(min=0), nodes, nodes[:, None] >= nodes))
+        self.score(chains)
+        self._lengths.advance(missing)
+
+    def _mask(self, kind: str, places: Tensor, visible: Tensor) -> Tensor:
+        """
+        Additive mask of shape `(rows, 1, nodes, longest row + nodes)`, for nodes at `places` (`(rows, nodes)`) in
+        their rows that see each other as `visible` (`(rows, nodes, nodes)`) says.
+        """
+        nodes = places.shape[1]
+        slots = torch.arange(max(self.lengths) + nodes, device=places.device)
+        mask = (slots < self._lengths.slots(1))[:, None].repeat(1, nodes, 1)
+        if kind == SLIDING:
+            mask &= slots > (places - self._config.sliding_window)[..., None]
+            visible = visible & (places[:, None] > places[..., None] - self._config.sliding_window)
+        mask.scatter_(2, self._lengths.slots(nodes)[:, None].expand_as(visible), visible)
+        return additive_mask(mask, self.model.dtype)[:, None]

@@ -1,0 +1,237 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Which targets and calls can be verified with trees, and the reason where plain decoding runs instead."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    generation,
+)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from .target_parts import decoder_of
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# Attention functions that take any additive mask.
+_MASKED_ATTENTION = ("eager", "sdpa")
+
+_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+
+# What `generate` hands on for a plain text prompt. Anything else (images, token types) is not ours to shift.
+_KNOWN_INPUTS = {
+    "attention_mask",
+    "inputs_embeds",
+    "position_ids",
+    "cache_position",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+}
+
+# What treats each row for itself and keeps nothing from call to call; by exact type, a subclass may do anything.
+_ROWWISE_PROCESSORS = {
+    generation.EpsilonLogitsWarper,
+    generation.EtaLogitsWarper,
+    generation.ExponentialDecayLengthPenalty,
+    generation.ForcedBOSTokenLogitsProcessor,
+    generation.ForcedEOSTokenLogitsProcessor,
+    generation.InfNanRemoveLogitsProcessor,
+    generation.LogitNormalization,
+    generation.MinLengthLogitsProcessor,
+    generation.MinNewTokensLengthLogitsProcessor,
+    generation.MinPLogitsWarper,
+    generation.NoBadWordsLogitsProcessor,
+    generation.NoRepeatNGramLogitsProcessor,
+    generation.PrefixConstrainedLogitsProcessor,
+    generation.RepetitionPenaltyLogitsProcessor,
+    generation.SequenceBiasLogitsProcessor,
+    generation.SuppressTokensAtBeginLogitsProcessor,
+    generation.SuppressTokensLogitsProcessor,
+    generation.TemperatureLogitsWarper,
+    generation.TopHLogitsWarper,
+    generation.TopKLogitsWarper,
+    generation.TopPLogitsWarper,
+    generation.TypicalLogitsWarper,
+    generation.WatermarkLogitsProcessor,
+}
+
+_ROWWISE_CRITERIA = {
+    generation.EosTokenCriteria,
+    generation.MaxLengthCriteria,
+    generation.MaxTimeCriteria,
+    generation.StopStringCriteria,
+}
+
+
+def layer_kinds(config: PreTrainedConfig) -> set[str]:
+    """The kinds of attention of a model's layers, in the words of its configuration's `layer_types`."""
+    text_config = config.get_text_config(decoder=True)
+    kinds = getattr(text_config, "layer_types", None)
+    if kinds is not None:
+        return set(kinds)
+    if text_config.model_type == "gpt_neo":
+        # Its local layers cut their window themselves, by the slots of the cache.
+        return {{"global": FULL}.get(kind, kind) for kind in text_config.attention_layers}
+    if getattr(text_config, "sliding_window", None) is not None:
+        return {SLIDING}
+    return {"chunked_attention"} if getattr(text_config, "attention_chunk_size", None) is not None else {FULL}
+
+
+def unsupported_reason(
+    model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any]
+) -> str | None:
+    """
+    Why trees cannot be verified in this call, in words that finish "plain decoding runs, because ...".
+
+    Returns:
+        `str`, or `None` where they can.
+    """
+    config = model.config.get_text_config(decoder=True)
+    cache = model_kwargs.get("past_key_values")
+    if model.config.is_encoder_decoder:
+        return "the target is an encoder-decoder model"
+    # BERT and its kin; GPT-NeoX's configuration says the same, and means nothing by it.
+    if hasattr(config, "add_cross_attention") and not getattr(config, "is_decoder", True):
+        return "the target is an encoder (`is_decoder` is False), which keeps no cache"
+    if config.model_type == "git":
+        return "the target makes room for images in its mask, even where there are none"
+    if _uses_alibi(config):
+        return "the target uses ALiBi positions, which cannot follow a tree"
+    if model.device.type == "meta":
+        return "the target's embedding is offloaded, so that its device cannot be told"
+    if any(_is_compiled(module) for module in (model, decoder_of(model))):
+        return "the target is compiled by `torch.compile`, and so keeps its features to itself"
+    if any(isinstance(module, torch.ao.nn.quantized.dynamic.Linear) for module in model.modules()):
+        return (
+            "the target's linear layers quantise all rows of a forward by one scale, so that each changes the others"
+        )
+    inputs = inspect.signature(model.forward).parameters
+    missing = [name for name in ("position_ids", "past_key_values") if name not in inputs]
+    if missing:
+        return f"the target takes no `{missing[0]}`, which a tree needs"
+    unknown = layer_kinds(model.config) - {FULL, SLIDING}
+    if unknown or getattr(model, "_is_stateful", False):
+        return f"the target has layers of kind {sorted(unknown) or 'recurrent'}, which cannot be rolled back"
+    attention = getattr(config, "_attn_implementation", None) or "eager"
+    if attention not in _MASKED_ATTENTION:
+        return f"`attn_implementation` is {attention!r}, which takes no tree mask (use one of {_MASKED_ATTENTION})"
+    if not isinstance(cache, DynamicCache) or getattr(cache, "offloading", False):
+        return f"the cache is a {type(cache).__name__} that cannot drop rejected branches (use a DynamicCache)"
+    # By exact type: a subclass may keep more than keys and values.
+    odd = {type(layer).__name__ for layer in cache.layers if type(layer) not in _CACHE_LAYERS}
+    if odd:
+        return f"the cache has layers of type {sorted(odd)}, which cannot drop rejected branches"
+    mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    past, tokens = cache.get_seq_length(), (input_ids if embeds is None else embeds).shape[1]
+    if mask is not None and (mask.dim() != 2 or mask.shape[1] not in (tokens, past + tokens) or mask.shape[1] <= past):
+        return (
+            f"`attention_mask` has shape {tuple(mask.shape)}, for {past} tokens in the cache and a prompt of {tokens}"
+        )
+    # A multimodal model gets an empty dict of its encoders' outputs with a text alone.
+    empty = {name for name, value in model_kwargs.items() if value is None or (isinstance(value, dict) and not value)}
+    extra = sorted(model_kwargs.keys() - empty - _KNOWN_INPUTS)
+    if extra:
+        return f"the target was given {extra} beside its text"
+    if _moves_positions(model, input_ids, model_kwargs):
+        return "the target does not take its `position_ids` as `generate` prepares them"
+    return None
+
+
+def _moves_positions(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> bool:
+    """Whether a step of plain decoding has positions of the model's own, or shifted ones, not those of `generate`."""
+    prepared = model_kwargs.get("position_ids")
+    if prepared is None:
+        return False
+    # A step has tokens, whatever the prompt has.
+    arguments = {name: value for name, value in model_kwargs.items() if name != "inputs_embeds"}
+    tokens = input_ids if input_ids.shape[1] > 0 else input_ids.new_zeros(input_ids.shape[0], 1)
+    step = model.prepare_inputs_for_generation(tokens, next_sequence_length=1, **arguments)
+    taken = step.get("position_ids")
+    # Where Phi3's frequencies change the step is the whole text anew.
+    return taken is None or not torch.equal(taken[..., -1:], prepared[..., -1:])
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether a module's forward is compiled in place; its parts' hooks are not called then, or only sometimes."""
+    compiled_forward = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    return compiled_forward or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _uses_alibi(config: PreTrainedConfig) -> bool:
+    nested = getattr(config, "attn_config", None)
+    return bool(
+        getattr(config, "alibi", False)
+        or getattr(nested, "alibi", False)
+        or config.model_type == "bloom"
+        or getattr(config, "position_embedding_type", None) == "alibi"
+    )
+
+
+def rope_boundary(config: PreTrainedConfig) -> tuple[int | None, bool]:
+    """
+    The context length from which rotary frequencies depend on the length itself, and whether they go on to change
+    with every token there (`dynamic`), or have changed once (`longrope`).
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (parameters, *[p for p in parameters.values() if isinstance(p, dict)]):
+        kind = rope.get("rope_type")
+        if kind in ("dynamic", "longrope"):
+            original = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            return original or config.max_position_embeddings, kind == "dynamic"
+    return None, False
+
+
+def unsupported_batch_reason(
+    model: PreTrainedModel,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    model_kwargs: Mapping[str, Any],
+) -> str | None:
+    """
+    Why the rows of a batch cannot get ahead of each other in this call, as [`unsupported_reason`] says it.
+
+    Returns:
+        `str`, or `None` where they can.
+    """
+    parts = ((logits_processor, _ROWWISE_PROCESSORS), (stopping_criteria, _ROWWISE_CRITERIA))
+    odd = [type(each).__name__ for given, known in parts for each in given if type(each) not in known]
+    if odd:
+        return f"the batch has several rows, and {odd[0]} may look at all of them at once"
+    kinds = {type(each) for each in stopping_criteria}
+    if generation.EosTokenCriteria not in kinds and kinds - {generation.MaxLengthCriteria}:
+        return "the batch has several rows, and without an `eos_token_id` rows that have ended are written on"
+    if rope_boundary(model.config.get_text_config(decoder=True))[0] is not None:
+        return "the batch has several rows, and the target's rotary frequencies depend on the longest"
+    if model_kwargs["past_key_values"].get_seq_length() > 0:
+        return "the batch has several rows and goes on from a cache"
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and not bool(mask.any(dim=-1).all()):
+        return "the batch has a row that is all padding"
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and positions.dim() > 2:
+        return "the batch has several rows, and the target has positions of several kinds"
+    if model_kwargs.get("inputs_embeds") is not None:
+        return "the batch has several rows and is given as `inputs_embeds`"
+    outputs = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
+    wanted = [name for name in outputs if getattr(generation_config, name)]
+    if generation_config.return_dict_in_generate and wanted:
+        return f"the batch has several rows, and `{wanted[0]}` was asked for, also of rows that have ended"
+    return None

@@ -1,0 +1,114 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Runs the target and the drafter faster on CPUs: what is packed, compiled, or computed for few rows at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+
+from torch import Tensor, nn
+from transformers import Cache, PreTrainedModel
+
+from ..core.acceleration import DrafterAcceleration, TargetAcceleration, register
+from ..core.caches import DraftCache
+from ..core.modeling_falcon_draft import FalconDraftNetwork
+from ..core.target_parts import TargetHead
+from .compiled_rounds import CompiledRounds, compiled_passes_of, compiled_rounds_of
+from .grouped_attention import grouped_attention
+from .packing import is_packed
+from .skinny_gemm import linears_of, skinny_gemm
+
+
+class CpuTarget(TargetAcceleration):
+    """
+    See [`TargetAcceleration`].
+
+    Args:
+        target ([`PreTrainedModel`]): the target.
+        compiled ([`CompiledRounds`], *optional*): its compiled forwards, where the call may use them.
+    """
+
+    def __init__(self, target: PreTrainedModel, compiled: CompiledRounds | None):
+        self._target = target
+        self._linears = linears_of(target)
+        self.compiled = compiled
+
+    @property
+    def sizes(self) -> tuple[int, ...]:  # type: ignore[override]
+        return () if self.compiled is None else tuple(self.compiled.sizes)
+
+    @cached_property
+    def is_packed(self) -> bool:  # type: ignore[override]
+        return is_packed(self._target)
+
+    def padded_size(self, nodes: int) -> int:
+        size = None if self.compiled is None else self.compiled.size_for(nodes)
+        return nodes if size is None else size
+
+    @contextmanager
+    def scoring(self, cache: Cache, masks: Iterable[Tensor]) -> Iterator[None]:
+        masks = list(masks)
+        rows, nodes = masks[0].shape[0], masks[0].shape[2]
+        runs_compiled = self.compiled is not None and self.compiled.size_for(nodes) == nodes
+        with ExitStack() as stack:
+            stack.enter_context(grouped_attention(masks))
+            # Code is compiled for layers that are swapped, whatever its rows.
+            stack.enter_context(skinny_gemm(self._target, self._linears, None if runs_compiled else rows * nodes))
+            if self.compiled is not None and runs_compiled:
+                stack.enter_context(self.compiled.round(cache, masks))
+            yield
+
+
+class CpuDrafter(DrafterAcceleration):
+    """
+    See [`DrafterAcceleration`].
+
+    Args:
+        drafter ([`FalconDraftNetwork`]): the drafter.
+        target ([`PreTrainedModel`]): the target that it drafts for.
+    """
+
+    def __init__(self, drafter: FalconDraftNetwork, target: PreTrainedModel):
+        self._drafter = drafter
+        self._passes = compiled_passes_of(drafter, target)
+        self.head = None if self._passes is None else self._passes.head
+        self._linears = linears_of(drafter)
+        self._head_linears: tuple[nn.Linear, list[nn.Linear]] | None = None
+
+    @contextmanager
+    def drafting(self, head: TargetHead) -> Iterator[None]:
+        linear = head.linear
+        if self._head_linears is None or self._head_linears[0] is not linear:
+            self._head_linears = linear, linears_of(linear)
+        with skinny_gemm(self._drafter, self._linears), skinny_gemm(linear, self._head_linears[1]):
+            yield
+
+    def run_layers(
+        self,
+        drafter: FalconDraftNetwork,
+        fused: Tensor,
+        ends: Tensor,
+        position_ids: Tensor,
+        mask: Tensor,
+        cache: DraftCache,
+    ) -> Tensor:
+        if self._passes is None:
+            return drafter.run_layers(fused, ends, position_ids, mask, cache)
+        return self._passes.run_layers(drafter, fused, ends, position_ids, mask, cache)
+
+
+class CpuBackend:
+    """See [`Backend`]. On other devices it changes nothing but what [`compile_rounds`] has compiled."""
+
+    def for_target(self, target: PreTrainedModel, is_batch: bool, reads_layers: bool) -> CpuTarget:
+        # What single layers give does not come out of a compiled decoder.
+        return CpuTarget(target, None if is_batch or reads_layers else compiled_rounds_of(target))
+
+    def for_drafter(self, drafter: FalconDraftNetwork, target: PreTrainedModel) -> CpuDrafter:
+        return CpuDrafter(drafter, target)
+
+
+def install() -> None:
+    """Makes every call of this process use the CPU's faster ways."""
+    register(CpuBackend())

@@ -1,0 +1,30 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Keys and values of unrolled training passes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class TrainingCache:
+    """
+    Keys and values of one unrolled training pass, behind those of the passes before it, joined by concatenation so
+    that gradients flow. To update a layer twice is to update it once: gradient checkpointing runs layers again.
+
+    Args:
+        earlier ([`TrainingCache`], *optional*): that of the pass before.
+    """
+
+    def __init__(self, earlier: TrainingCache | None = None):
+        self._earlier = earlier
+        self._rows: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Same contract as [`DraftCache.update`]; every row is kept."""
+        if self._earlier is not None:
+            earlier_keys, earlier_values = self._earlier._rows[layer]
+            keys = torch.cat((earlier_keys, keys), dim=2)
+            values = torch.cat((earlier_values, values), dim=2)
+        self._rows[layer] = (keys, values)
+        return keys, values
