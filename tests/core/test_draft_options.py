@@ -84,7 +84,7 @@ def test_options_make_the_tree(given, kind, nodes, depth, children):
     generator = FalconCandidateGenerator(drafter, target)
     with torch.no_grad():
         generator.commit(torch.randn(1, 5, 32), random_tokens(1, 5))
-        found = generator.propose(torch.tensor([5]), 100)
+        found = generator.propose(torch.tensor([[5]]), 100)
     assert len(found) == 1 + nodes
     assert set(found.token_ids[1:].tolist()) <= set(drafter.draft_vocab_ids.tolist())
 
@@ -104,5 +104,5 @@ def test_threshold_saves_passes():
         generator = FalconCandidateGenerator(tiny_drafter(target, block_size=2), target, options)
         with torch.no_grad():
             generator.commit(torch.randn(1, 5, 32), random_tokens(1, 5))
-            depths.append(int(generator.propose(torch.tensor([5]), 100).depths.max()))
+            depths.append(int(generator.propose(torch.tensor([[5]]), 100).depths.max()))
     assert depths[0] > 2 and depths[1] == 2

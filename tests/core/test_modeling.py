@@ -47,15 +47,15 @@ class Drafting:
             self._record(monkeypatch)
 
     def _record(self, monkeypatch):
-        decode = self.drafter.decode
+        run_layers = self.drafter.run_layers
 
-        def recorded_decode(fused, ends, positions, mask, cache=None):
-            predicted = decode(fused, ends, positions, mask, cache)
+        def recorded(fused, ends, positions, mask, cache=None):
+            predicted = run_layers(fused, ends, positions, mask, cache)
             if cache is not None:
                 self.predictions.append(predicted.view(-1, self.size, HIDDEN) if self.drafted else predicted)
             return predicted
 
-        monkeypatch.setattr(self.drafter, "decode", recorded_decode)
+        monkeypatch.setattr(self.drafter, "run_layers", recorded)
         grow = self.generator._grow
 
         def recorded_grow(*args):
@@ -74,7 +74,7 @@ class Drafting:
 
     def propose(self, max_depth=100):
         with torch.no_grad():
-            return self.generator.propose(self.tokens[0, self.generator._committed, None], max_depth)
+            return self.generator.propose(self.tokens[:, : self.generator._committed + 1], max_depth)
 
     def whole(self, features, next_tokens):
         """The training forward, cut into blocks from the right."""

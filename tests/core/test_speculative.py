@@ -17,7 +17,7 @@ from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteria
 
 from hf_falcon import DraftOptions, StaticTree
 from hf_falcon.core import sampling as speculative
-from hf_falcon.core.sampling import SamplingCandidateGenerator, accept_one
+from hf_falcon.core.sampling import SamplingCandidateGenerator, accept_one, verify_speculative
 from hf_falcon.core.verification import TokenSequence
 
 VOCAB = 4
@@ -166,8 +166,7 @@ def walked(chances: Chances, tables: Tables, tree: StaticTree) -> tuple[int, ...
     stop = StoppingCriteriaList([lambda ids, scores: torch.tensor([ids.shape[1] == len(PROMPT) + 3])])
     sequence = TokenSequence(torch.tensor([PROMPT]), LogitsProcessorList(), stop, settings)
     logits = torch.stack([tables.logits(paths[node]) for node in range(len(tokens))])
-    generator = SimpleNamespace(head=SimpleNamespace(vocab_ids=tables.vocab_ids))
-    path, accepted = SamplingCandidateGenerator.verify(generator, made, logits, sequence)
+    path, accepted = verify_speculative(made, logits, sequence, SimpleNamespace(vocab_ids=tables.vocab_ids))
     emitted = sequence.input_ids[0, len(PROMPT) :].tolist()
     assert len(emitted) == len(path) and accepted in (len(path), len(path) - 1)
     assert [tokens[node] for node in path[1:]] == emitted[: len(path) - 1]
@@ -314,7 +313,7 @@ def test_every_node_has_the_proposal_it_was_drawn_from():
             generator = SamplingCandidateGenerator(drafter, target, options, processors)
             generator.commit(torch.randn(1, 5, 32), draft_fixtures.random_tokens(1, 5))
             for depth, nodes in ((0, 1), (1, 3), (2, 4), (9, 6)):
-                tree = generator.propose(torch.tensor([5]), depth)
+                tree = generator.propose(torch.tensor([[5]]), depth)
                 assert len(tree) == nodes
         for row, node in enumerate((0, 2, 3)):
             children = (tree.parents[1:] == node).nonzero()[:, 0] + 1
