@@ -145,9 +145,8 @@ def set_by_call(call: GenerationConfig | None, name: str) -> Any:
 
     Args:
         call ([`GenerationConfig`] or `None`):
-            The configuration that `generate` prepared. It does not show by itself which of its values `generate` filled
-            in; the hook notes the others on it. In a configuration from elsewhere, a value that equals transformers'
-            default counts as not set.
+            The configuration that `generate` prepared. The hook notes on it which values the user set. In a
+            configuration from elsewhere, a value that equals transformers' default counts as not set.
         name (`str`): the field.
     """
     settings = call_settings(call)

@@ -35,9 +35,9 @@ from transformers.generation.configuration_utils import GenerationMode
 # Set on the wrappers. Two copies of this file (the installed package, and code from the Hub) then wrap once.
 _MARK = "_is_falcon_hook"
 # The value of the mark: 1 wrapped `_assisted_decoding`, 2 also `_validate_generation_mode`, 3 also `generate`. The
-# newest copy wraps, and serves the drafters of all copies: each drafter brings its own decoding loop, and the hook only
-# finds the drafter, prepares its arguments and calls `drafter.assisted_decoding`. An older copy leaves newer wrappers
-# in place. Drafters of version 1 and 2 read their options from the attributes of `generation_config`, as ever.
+# newest copy wraps, and serves the drafters of all copies: each drafter brings its own decoding loop, and the hook
+# only prepares the arguments and calls `drafter.assisted_decoding`. An older copy leaves newer wrappers in place.
+# Drafters of version 1 and 2 read their options from the attributes of `generation_config`, as ever.
 _VERSION = 3
 _disabled = False
 
@@ -115,8 +115,8 @@ def _is_drafter(assistant: Any) -> bool:
 
 def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
     """
-    Wraps `generate`, which is public. It refuses arguments that it does not know, and fills in defaults before it calls
-    any other method: only here can the options of a call be seen.
+    Wraps `generate`, which is public. It refuses arguments that it does not know, and it fills in defaults before it
+    calls any other method: only a wrapper of `generate` sees the options of a call.
     """
     signature = inspect.signature(stock)
 
@@ -285,8 +285,8 @@ def prefill(
 
 def sample(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:
     """
-    transformers' own decoding without an assistant, greedy or sampling. It runs for targets and calls that trees cannot
-    be verified for.
+    transformers' own decoding without an assistant, greedy or sampling. It runs where the target or the call does not
+    support the verification of trees.
 
     Args:
         model ([`PreTrainedModel`]): the target.
@@ -355,8 +355,8 @@ def allowed_tokens_function(processor: LogitsProcessor) -> Callable[[int, Tensor
 
 def leave_past_recording(layer: Any) -> None:
     """
-    Undoes `Cache.activate_past_recording` for one layer, which transformers has no method for. If it stays on, the next
-    forward without a crop fails in transformers 5.17. Layers without the attribute record nothing.
+    Undoes `Cache.activate_past_recording` for one layer, which transformers has no method for. If it stays on, the
+    next forward without a crop fails in transformers 5.17. Layers without the attribute record nothing.
     """
     if getattr(layer, "record_past", False):
         layer.record_past = False
@@ -368,7 +368,7 @@ try:
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 except ImportError:
     # Attention is then never replaced, which only costs time.
-    sdpa_attention_forward = None  # type: ignore[assignment]
+    sdpa_attention_forward = None
 
 
 def replace_sdpa(old: Callable[..., Any] | None, new: Callable[..., Any]) -> bool:
