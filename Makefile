@@ -52,7 +52,7 @@ lint: $(VENV)/.ready  ## Check style and types
 	$(VENV)/bin/mypy
 
 compatibility: $(VENV)/.ready  ## Write tests/COMPATIBILITY.md: what becomes of each decoder of transformers
-	$(VENV)/bin/python tests/compatibility.py
+	$(VENV)/bin/python tests/support/compatibility.py
 
 setup: $(VENV)/.ready  ## Only make the environment
 
