@@ -7,7 +7,7 @@ import os
 from dataclasses import asdict
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel, set_seed
+from transformers import PreTrainedConfig, PreTrainedModel, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..core.configuration_falcon_draft import FalconDraftConfig
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     set_seed(args.seed)
     data = TokenFile.concatenate([TokenFile.load(path) for path in options.data])
     if options.plan:
-        config = _config(options, AutoConfig.from_pretrained(plan.target_folder(options)))
+        config = _config(options, plan.target_config(options))
         _check_vocabulary(data, config.vocab_size)
         print(plan.describe(options, args, config, data, *_split(options, data)))
         return 0

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from transformers import HfArgumentParser
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from ..bench.prompts import read_turns
@@ -17,6 +16,7 @@ from ..bench.tuning import fastest_count, picture, tune
 from ..cpu.packing import pack_weights
 from ..training.token_file import write_atomically
 from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
+from .run_arguments import CommandParser, at_least
 
 _PROMPTS = ["Why is the sky blue?", "Write a Python function that merges two sorted lists.", "What is 17 * 23 + 4?"]
 
@@ -52,16 +52,14 @@ class TuneArguments:
     output: str | None = field(default=None, metadata={"help": "Folder of tune.json and tune.png."})
 
     def __post_init__(self) -> None:
-        for name in ("limit", "max_new_tokens", "context"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; give 1 or more.")
+        at_least(self, 1, "limit", "max_new_tokens", "context")
         if not self.seconds > 0:
             raise ValueError(f"`seconds` is {self.seconds}; give a number above 0.")
 
 
 def main(argv: list[str]) -> int:
     """Runs `hf-falcon tune`."""
-    parser = HfArgumentParser(TuneArguments, prog="hf-falcon tune", description=__doc__)
+    parser = CommandParser(TuneArguments, prog="hf-falcon tune", description=__doc__)
     arguments = TuneArguments(**vars(parser.parse_args(argv)))
     texts = _PROMPTS
     if arguments.data:
