@@ -62,8 +62,9 @@ def test_the_core_is_all_that_an_import_brings_and_nothing_warns(tmp_path):
     brought = run("-W", "error", "-c", IMPORT + GENERATE, path=PACKAGE.parent, cwd=tmp_path).split()
     files = [*PACKAGE.glob("core/*.py"), *PACKAGE.glob("cpu/*.py"), PACKAGE / "pipelines.py"]
     names = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in files}
-    packages = {"hf_falcon", "hf_falcon.core", "hf_falcon.cpu"}
-    assert {"hf_falcon", "hf_falcon.core.hook"} <= set(brought) <= names | packages
+    # The last is small, and part of what transformers loads for `generate`.
+    others = {"hf_falcon", "hf_falcon.core", "hf_falcon.cpu", "transformers.generation.streamers"}
+    assert {"hf_falcon", "hf_falcon.core.hook"} <= set(brought) <= names | others
 
 
 @pytest.mark.parametrize("name", COMMANDS)
