@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from test_malicious import edit
 from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
+from utilities import edit
 
 import hf_falcon
 from hf_falcon import FalconDraftModel

@@ -23,8 +23,8 @@ from transformers import (
 from .candidate_generator import DraftedBlocks, FalconCandidateGenerator
 from .draft_options import DraftOptions
 from .modeling_falcon_draft import FalconDraftNetwork
-from .policy import AcceptanceStats, DraftPolicy
 from .statistics import StatisticsRecorder
+from .target_parts import TargetHead
 from .target_run import TargetRun
 from .tree import DraftTree, DynamicTree, StaticTree, validate_paths
 from .verification import TokenSequence, verify, walk
@@ -67,24 +67,6 @@ class SamplingCandidateGenerator(FalconCandidateGenerator):
         self._warpers = [each for each in processors if isinstance(each, _WARPERS)]
         super().__init__(drafter, target, options)
 
-    def verify(self, tree: DraftTree, logits: Tensor, sequence: TokenSequence) -> tuple[Tensor, int]:
-        """See [`verify`]; accepts drawn candidates by the ratio of probabilities."""
-        tokens, rows = (
-            tree.token_ids.tolist(),
-            {node: row for row, node in enumerate(tree.parents[1:].unique().tolist())},
-        )
-
-        def choose(node: int, children: list[int]) -> Tensor:
-            target = sequence.process(logits[node][None])[0].softmax(dim=-1)
-            if tree.proposals is None or not children:
-                return _draw(target)
-            proposal = torch.zeros_like(target)
-            drafted = tree.proposals[rows[node]].to(target)
-            proposal[slice(None) if self.head.vocab_ids is None else self.head.vocab_ids.to(target.device)] = drafted
-            return accept_one(target, proposal, [tokens[child] for child in children])
-
-        return walk(tree, sequence, choose)
-
     def _build_tree(self) -> StaticTree | DynamicTree:
         tree = self.options.draft_tree
         paths = [] if isinstance(tree, str) else validate_paths(tree)
@@ -112,6 +94,34 @@ class SamplingCandidateGenerator(FalconCandidateGenerator):
         noise = torch.empty_like(log_probs).exponential_().clamp_min_(torch.finfo(log_probs.dtype).tiny)
         drawn = (log_probs - noise.log()).topk(self._tree.max_children, dim=-1).indices
         return log_probs.gather(-1, drawn), self.head.to_target_ids(drawn), log_probs.exp()
+
+
+def verify_speculative(
+    tree: DraftTree, logits: Tensor, sequence: TokenSequence, head: TargetHead
+) -> tuple[Tensor, int]:
+    """
+    Verifies a tree of drawn candidates: each is accepted by the ratio of probabilities.
+
+    Args:
+        tree, logits, sequence: see [`verification.verify`].
+        head ([`TargetHead`]): the head whose vocabulary `tree.proposals` are distributions over.
+
+    Returns:
+        See [`verification.verify`].
+    """
+    tokens = tree.token_ids.tolist()
+    rows = {node: row for row, node in enumerate(tree.parents[1:].unique().tolist())}
+
+    def choose(node: int, children: list[int]) -> Tensor:
+        target = sequence.process(logits[node][None])[0].softmax(dim=-1)
+        if tree.proposals is None or not children:
+            return _draw(target)
+        proposal = torch.zeros_like(target)
+        drafted = tree.proposals[rows[node]].to(target)
+        proposal[slice(None) if head.vocab_ids is None else head.vocab_ids.to(target.device)] = drafted
+        return accept_one(target, proposal, [tokens[child] for child in children])
+
+    return walk(tree, sequence, choose)
 
 
 def accept_one(target: Tensor, proposal: Tensor, candidates: list[int]) -> Tensor:
@@ -178,7 +188,7 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
         Returns:
             [`DraftTree`]: trees with roots of depth 0, each its own parent.
         """
-        self.passes = 0
+        self._checks, self._passes = [], 0
         tree_round = self._tree.start(max_depth + 1)
         roots = roots.to(self._device)
         tree_round.add(log_probs[None].to(self._device), roots[None])
@@ -191,7 +201,8 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
                 torch.cat((known, branches.token_ids[:, None]), dim=1),
                 features.to(self._device).expand(width, -1, -1),
             )
-            self._draft(tree_round, drafted, DraftPolicy(self.options, AcceptanceStats(), self._device))
+            self._decision = self.policy.decide()
+            self._draft_passes(tree_round, drafted)
         tree = tree_round.finish(roots[:1])
         # Without the node above the roots, whose token is known.
         own = torch.arange(len(tree) - 1, device=self._device)
@@ -243,7 +254,7 @@ def decode_multi_root(
             found, count = verify(_subtree(tree, nodes), scored[nodes], fork)
             if count > accepted:
                 best, path, accepted = fork, nodes[found], count
-        run.keep(path, len(tree))
+        run.accept(path, len(tree))
         held = torch.cat((held, features[:, path]), dim=1)
         logits = scored[path[-1:]]
         vars(sequence).update(vars(best))

@@ -201,7 +201,7 @@ class TargetRun:
             self.cache.crop(nodes - len(tree))
         return outputs.logits[0, :nodes], tap.take()[:, :nodes]
 
-    def keep(self, path: Tensor, nodes: int) -> None:
+    def accept(self, path: Tensor, nodes: int) -> None:
         """
         Keeps the nodes of `path` of the `nodes` nodes just scored, and drops the others.
 
@@ -237,7 +237,7 @@ class TargetRun:
 
     def dry_run(self, nodes: int) -> Tensor:
         """
-        Scores the root and `nodes` draft nodes of no meaning, and forgets them: for timing.
+        Scores the root and `nodes` draft nodes that mean nothing, and drops them: a dummy forward, for timing.
 
         Returns:
             `torch.Tensor` of shape `(1 + nodes, vocab_size)`: their logits.
@@ -409,7 +409,7 @@ class BatchedTargetRun:
             )
         return outputs.logits, tap.take()
 
-    def keep(self, paths: Sequence[Tensor]) -> None:
+    def accept(self, paths: Sequence[Tensor]) -> None:
         """
         Keeps the nodes of each row's path (`(kept,)`, in order) of what was just scored, and drops the others.
         """

@@ -7,7 +7,7 @@ import weakref
 
 import pytest
 import torch
-from test_equality import NEW_TOKENS, SAMPLERS, options_of, sampled_cases
+from drafting_cases import NEW_TOKENS, SAMPLERS, options_of, sampled_cases
 from tiny_models import TARGETS, prompt, tiny_drafter, tiny_target
 from torch import nn
 from transformers import AutoModelForCausalLM

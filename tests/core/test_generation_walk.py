@@ -572,7 +572,7 @@ def test_streamers(capsys):
 
 
 def test_readme_names_what_is_not_assisted():
-    text = (Path(__file__).parents[1] / "README.md").read_text()
+    text = (Path(__file__).parents[2] / "README.md").read_text()
     for title, fields in {"Plain decoding": PLAIN, "Refused": REFUSED, "No effect": OF_OTHER_WAYS}.items():
         row = next(line for line in text.splitlines() if line.startswith(f"| {title} "))
         for field in fields:

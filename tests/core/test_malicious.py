@@ -4,10 +4,8 @@
 import json
 import pickle
 import random
-import resource
 import shutil
 import struct
-import sys
 import time
 import traceback
 from pathlib import Path
@@ -17,6 +15,7 @@ import torch
 import transformers
 from tiny_models import prompt, tiny_drafter, tiny_target
 from transformers import AutoModel
+from utilities import edit, peak_memory
 
 import hf_falcon
 from hf_falcon import DraftOptions, FalconDraftConfig, FalconDraftModel
@@ -37,15 +36,6 @@ def saved(tmp_path_factory):
 @pytest.fixture
 def drafter_folder(saved, tmp_path):
     return Path(shutil.copytree(saved, tmp_path / "drafter"))
-
-
-def edit(file: Path, **changes) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
-
-
-def peak_memory() -> int:
-    """Bytes, of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 @pytest.mark.parametrize(

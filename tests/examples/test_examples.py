@@ -33,7 +33,7 @@ from hf_falcon.commands import main as entry
 from hf_falcon.commands.models import encode
 from hf_falcon.training.token_file import TokenFile
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a{% endif %}"
 )

@@ -2,11 +2,10 @@
 """Many random calls, one after the other: each is plain decoding's, and none leaves anything behind."""
 
 import itertools
-import resource
-import sys
 
 import pytest
 import soak
+from utilities import peak_memory
 
 _WARM_UP = 0.3
 # Bytes; what an allocator keeps is none of ours, a tensor of every call would be.
@@ -21,16 +20,11 @@ def test_random_calls(calls):
     seeds = iter(range(calls))
     for seed in itertools.islice(seeds, int(_WARM_UP * calls)):
         soak.run(seed)
-    before, peak = soak.held(), _peak()
+    before, peak = soak.held(), peak_memory()
     for seed in seeds:
         soak.run(seed)
     after = soak.held()
     assert after[1] == before[1] == hooks
     # Some more: what is learnt of targets and drafters that were not met before.
     assert after[0] <= before[0] + 20
-    assert _peak() <= peak + _GROWTH_AT_MOST
-
-
-def _peak() -> int:
-    """The most memory that this process had so far, in bytes."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    assert peak_memory() <= peak + _GROWTH_AT_MOST

@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-What becomes of each decoder of the installed transformers with a drafter; `python tests/compatibility.py` writes
-COMPATIBILITY.md.
+What becomes of each decoder of the installed transformers with a drafter; `python tests/support/compatibility.py`
+writes tests/COMPATIBILITY.md.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from transformers.utils import logging as transformers_logging
 
 from hf_falcon import FalconDraftConfig, FalconDraftModel
 
-TABLE = Path(__file__).with_name("COMPATIBILITY.md")
+TABLE = Path(__file__).parents[1] / "COMPATIBILITY.md"
 DECODERS = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MULTIMODAL = {
     model_type: name if isinstance(name, str) else name[0]

@@ -47,7 +47,7 @@ def test_a_file(file):
     assert args.adam_beta2 == 0.95 and args.num_train_epochs == 3.0
 
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def test_the_papers_recipe():

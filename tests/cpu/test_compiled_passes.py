@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from test_compiled_rounds import Backend, compiled_by, generate, slow, wrong
+from counting_compiler import Backend, compiled_by, generate, slow, wrong
 from tiny_models import prompt, tiny_drafter, tiny_target
 
 import hf_falcon

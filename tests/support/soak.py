@@ -2,7 +2,7 @@
 """
 Random calls of `generate`, each compared with plain decoding; every one follows from its seed alone.
 
-`python tests/soak.py 17 18` runs the calls of these seeds and says what they are.
+`python tests/support/soak.py 17 18` runs the calls of these seeds and says what they are.
 """
 
 import functools
@@ -269,7 +269,7 @@ def run(seed: int) -> None:
     try:
         _run(call, seed)
     except Exception as error:
-        raise AssertionError(f"seed {seed} fails: python tests/soak.py {seed}\n{call}") from error
+        raise AssertionError(f"seed {seed} fails: python tests/support/soak.py {seed}\n{call}") from error
 
 
 def _run(call: Call, seed: int) -> None:

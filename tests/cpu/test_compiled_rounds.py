@@ -6,13 +6,13 @@ import gc
 import importlib.util
 import shutil
 import threading
-import time
 import weakref
 
 import pytest
 import torch
+from counting_compiler import Backend, compiled_by, drafter_of, generate, slow, wrong
 from tiny_models import TARGETS, prompt, tiny_drafter, tiny_target
-from transformers import CompileConfig, DynamicCache
+from transformers import DynamicCache
 from transformers.utils import output_capturing
 
 import hf_falcon
@@ -22,49 +22,6 @@ from hf_falcon.cpu.compiled_rounds import compiled_rounds_of
 from hf_falcon.cpu.packing import is_packed
 
 SIZES = (1, 4, 8)
-NEW_TOKENS = 24
-
-
-class Backend:
-    """A compiler that runs what it is given as it is, and counts what it compiled and ran."""
-
-    def __init__(self):
-        self.compiled, self.ran, self.rows = 0, 0, []
-
-    def __deepcopy__(self, memo):
-        # Configurations copy what is in them.
-        return self
-
-    def __call__(self, graph, inputs):
-        self.compiled += 1
-
-        def run(*arguments):
-            self.ran += 1
-            tensors = [each for each in arguments if torch.is_tensor(each)]
-            # The LM head's code gets no tokens.
-            self.rows += [each.shape[1] for each in tensors if each.dtype == torch.long and each.dim() == 2][:1]
-            return graph.forward(*arguments)
-
-        return run
-
-
-def slow(graph, inputs):
-    """A compiler whose code takes long."""
-
-    def run(*arguments):
-        time.sleep(0.05)
-        return graph.forward(*arguments)
-
-    return run
-
-
-def wrong(graph, inputs):
-    """A compiler whose code gives other values."""
-
-    def run(*arguments):
-        return tuple(each * 1.5 if torch.is_tensor(each) else each for each in graph.forward(*arguments))
-
-    return run
 
 
 @pytest.fixture
@@ -83,23 +40,6 @@ def kept_if_slower(monkeypatch):
 def target():
     """A target of one's own: what was compiled for it is gone with it."""
     return copy.deepcopy(tiny_target("llama"))
-
-
-def compiled_by(backend) -> CompileConfig:
-    return CompileConfig(backend=backend, mode=None)
-
-
-def generate(target, tokens, drafter=None, **options):
-    torch.manual_seed(0)
-    options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, **options}
-    return target.generate(tokens, attention_mask=torch.ones_like(tokens), assistant_model=drafter, **options).tolist()
-
-
-def drafter_of(target, nodes=7):
-    drafter = copy.deepcopy(tiny_drafter(target))
-    drafter.generation_config.num_assistant_tokens = nodes
-    drafter.generation_config.num_assistant_tokens_schedule = "constant"
-    return drafter
 
 
 @pytest.mark.parametrize("do_sample", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["greedy", "sampling"])

@@ -6,9 +6,9 @@ import shutil
 
 import pytest
 import torch
+from counting_compiler import Backend, compiled_by, drafter_of, generate
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
-from test_compiled_rounds import Backend, compiled_by, drafter_of, generate
 from tiny_models import prompt, tiny_target
 
 import hf_falcon
