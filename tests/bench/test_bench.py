@@ -32,7 +32,6 @@ from hf_falcon.bench.runner import Benchmark, longest_context
 from hf_falcon.bench.scaled import SHAPES, Shape, scaled_drafter, scaled_target
 from hf_falcon.bench.traces import TRACES_NAME, Trace, TraceFile
 from hf_falcon.commands import bench, train
-from hf_falcon.core.candidate_generator import LookupMatch
 from hf_falcon.core.costs import Costs
 from hf_falcon.core.draft_options import DraftOptions
 from hf_falcon.core.policy import AdaptivePolicy, acceptance_stats_of
@@ -271,14 +270,17 @@ def test_the_decision_model_decides(models, says):
     """Its method's passes, and no other's."""
     models.decision = DecisionModel([0.0] * 4, says)
     found, _ = methods.resolve(["falcon_classifier", "falcon_classifier@3", "falcon"], models)
-    paces = {}
+    decisions = {}
     for name, given in found.items():
         costs = Costs({0: 1.0, 8: 1.4})
         experience = acceptance_stats_of(given["assistant_model"], models.target)
-        paces[name] = AdaptivePolicy(DraftOptions(num_assistant_tokens=8), experience, torch.device("cpu"), costs)
-        paces[name].guess(LookupMatch([], 0))
+        policy = AdaptivePolicy(DraftOptions(num_assistant_tokens=8), experience, costs, 6, torch.device("cpu"))
+        decisions[name] = policy.decide()
     even = branches(math.log(0.3), math.log(0.3))
-    chosen = {name: pace.another_pass(even, even.log_probs) for name, pace in paces.items()}
+    chosen = {
+        name: each.check_pass(even, even.log_probs).continuation >= each.pass_threshold
+        for name, each in decisions.items()
+    }
     assert chosen == {"falcon_classifier": says > 0, "falcon_classifier@3": says > 0, "falcon": True}
 
 
