@@ -99,8 +99,8 @@ def run_recorded(script, words, folder, **environment):
     return [block.split("\n") for block in record.read_text().split("\n\n")[:-1]], result.stdout
 
 
-def test_every_example_of_the_readme_says_what_it_needs():
-    rows = re.findall(r"^\| \[`examples/(\S+)`\]\(examples/\1\) \|", (EXAMPLES.parent / "README.md").read_text(), re.M)
+def test_every_example_of_the_documents_says_what_it_needs():
+    rows = re.findall(r"^\| `examples/(\S+)` \|", (EXAMPLES.parent / "docs" / "usage.md").read_text(), re.M)
     assert {"generate.py", "pipeline.py", "chat.py", "serve.py", "push.py", "benchmark.sh"} < set(rows)
     for name in rows:
         text = (EXAMPLES / name).read_text()
