@@ -13,7 +13,7 @@
 #         bash examples/train_on_many_gpus.sh runs/rehearsal your/target few_dialogues.json
 #
 # Hardware: eight GPUs of one machine. Run on CPU processes only, not yet on GPUs.
-# Minutes: `hf-falcon train --plan` with the same arguments prints them.
+# Minutes: printed by `hf-falcon train --plan` with the same arguments.
 # Expected: a drafter in runs/many/drafter; training.png there shows its loss falling.
 set -euo pipefail
 out=${1:?the folder of the run}
