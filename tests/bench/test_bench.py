@@ -6,10 +6,19 @@ import json
 import math
 from types import SimpleNamespace
 
-import draft_fixtures
 import pytest
 import torch
-from tiny_models import SAME_EVERY_ROUND, prompt, tiny_drafter, tiny_target, tiny_tokenizer
+from tiny_models import (
+    SAME_EVERY_ROUND,
+    VOCAB,
+    new_drafter,
+    new_target,
+    prompt,
+    random_tokens,
+    tiny_drafter,
+    tiny_target,
+    tiny_tokenizer,
+)
 from transformers import CompileConfig, GenerationMixin
 
 from hf_falcon import FalconCandidateGenerator, FalconDraftConfig
@@ -23,7 +32,6 @@ from hf_falcon.bench.runner import Benchmark, longest_context
 from hf_falcon.bench.scaled import SHAPES, Shape, scaled_drafter, scaled_target
 from hf_falcon.bench.traces import TRACES_NAME, Trace, TraceFile
 from hf_falcon.commands import bench, train
-from hf_falcon.core.candidate_generator import LookupMatch
 from hf_falcon.core.costs import Costs
 from hf_falcon.core.draft_options import DraftOptions
 from hf_falcon.core.policy import AdaptivePolicy, acceptance_stats_of
@@ -262,14 +270,17 @@ def test_the_decision_model_decides(models, says):
     """Its method's passes, and no other's."""
     models.decision = DecisionModel([0.0] * 4, says)
     found, _ = methods.resolve(["falcon_classifier", "falcon_classifier@3", "falcon"], models)
-    paces = {}
+    decisions = {}
     for name, given in found.items():
         costs = Costs({0: 1.0, 8: 1.4})
         experience = acceptance_stats_of(given["assistant_model"], models.target)
-        paces[name] = AdaptivePolicy(DraftOptions(num_assistant_tokens=8), experience, torch.device("cpu"), costs)
-        paces[name].guess(LookupMatch([], 0))
+        policy = AdaptivePolicy(DraftOptions(num_assistant_tokens=8), experience, costs, 6, torch.device("cpu"))
+        decisions[name] = policy.decide()
     even = branches(math.log(0.3), math.log(0.3))
-    chosen = {name: pace.another_pass(even, even.log_probs) for name, pace in paces.items()}
+    chosen = {
+        name: each.check_pass(even, even.log_probs).continuation >= each.pass_threshold
+        for name, each in decisions.items()
+    }
     assert chosen == {"falcon_classifier": says > 0, "falcon_classifier@3": says > 0, "falcon": True}
 
 
@@ -501,8 +512,8 @@ def test_speedup_against_node_budget():
 
 @pytest.mark.parametrize("draft_vocab_size", [None, 30])
 def test_drafter_memory(draft_vocab_size):
-    target = draft_fixtures.tiny_target()
-    drafter = draft_fixtures.tiny_drafter(target, num_lstm_layers=0, block_size=1, draft_vocab_size=draft_vocab_size)
+    target = tiny_target()
+    drafter = new_drafter(target, num_lstm_layers=0, block_size=1, draft_vocab_size=draft_vocab_size)
     drafter.generation_config.draft_tree = "static"
     found = drafter_bytes(drafter, target, 300)
     weights = sum(parameter.nbytes for parameter in drafter.parameters())
@@ -671,12 +682,12 @@ def medusa_like(target, block_size=3, **fields):
 
 @pytest.mark.parametrize("length", [2, 7])
 def test_medusa_heads_read_the_newest_feature(length):
-    target = draft_fixtures.tiny_target()
+    target = tiny_target()
     drafter = medusa_like(target)
     generator = FalconCandidateGenerator(drafter, target)
     features = torch.randn(1, length, 32)
     with torch.no_grad():
-        generator.commit(features, draft_fixtures.random_tokens(1, length))
+        generator.commit(features, random_tokens(1, length))
         outputs = drafter.heads(features[0, -1]).view(3, 32)
         expected = drafter.norm(features[0, -1] + torch.nn.functional.silu(outputs))
     if length < 3:
@@ -686,18 +697,18 @@ def test_medusa_heads_read_the_newest_feature(length):
 
 
 def test_medusa_like_generates_and_learns(tmp_path):
-    target = draft_fixtures.tiny_target()
+    target = tiny_target()
     medusa_like(target, draft_vocab_size=30).save_pretrained(tmp_path)
     drafter = MedusaLikeModel.from_pretrained(tmp_path)
     settings = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
-    tokens = draft_fixtures.random_tokens(1, 9)
+    tokens = random_tokens(1, 9)
     output = target.generate(tokens, assistant_model=drafter, **settings)
     assert output.sequences.tolist() == target.generate(tokens, **settings).sequences.tolist()
     # One pass, so no node is deeper than there are heads.
     assert 0 < output.draft_statistics.drafted_tokens and len(output.draft_statistics.accepted_by_depth) <= 3
 
     head, drafter = TargetHead(drafter, target), drafter.train()
-    ids = draft_fixtures.random_tokens(2, 24)
+    ids = random_tokens(2, 24)
     valid = torch.ones_like(ids, dtype=torch.bool)
     batch = DraftBatch(target_features(target, ids, valid), ids, valid, valid, torch.arange(2))
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
@@ -712,8 +723,8 @@ def test_medusa_like_generates_and_learns(tmp_path):
 
 
 def test_medusa_like_is_trained_by_the_same_command(arguments, tmp_path):
-    samples = [draft_fixtures.random_tokens(20, seed=seed) for seed in range(12)]
-    TokenFile.from_samples(samples, [4] * 12, [0.0] * 12, draft_fixtures.VOCAB).save(tmp_path / "tokens.safetensors")
+    samples = [random_tokens(20, seed=seed) for seed in range(12)]
+    TokenFile.from_samples(samples, [4] * 12, [0.0] * 12, VOCAB).save(tmp_path / "tokens.safetensors")
     words = (
         f"--data {tmp_path}/tokens.safetensors --target {tmp_path}/target --output_dir {tmp_path}/medusa --max_steps 2"
     )
@@ -736,18 +747,18 @@ SHAPE = Shape(96, 160, 5, 12, 4, 32)
 )
 @pytest.mark.parametrize("block_size", [1, 2])
 def test_scaled_models_are_the_same_functions(shape, block_size):
-    target = draft_fixtures.tiny_target(head_dim=8)
+    target = new_target(head_dim=8)
     large = scaled_target(target, shape)
     assert large.config.hidden_size == shape.hidden_size
     assert large.model.layers[0].self_attn.q_proj.weight.shape == (
         shape.num_attention_heads * shape.head_dim,
         shape.hidden_size,
     )
-    tokens = draft_fixtures.random_tokens(1, 30)
+    tokens = random_tokens(1, 30)
     with torch.no_grad():
         torch.testing.assert_close(large(tokens).logits, target(tokens).logits, rtol=1e-4, atol=1e-4)
 
-    drafter = draft_fixtures.tiny_drafter(target, num_lstm_layers=0, block_size=block_size, draft_vocab_size=30)
+    drafter = new_drafter(target, num_lstm_layers=0, block_size=block_size, draft_vocab_size=30)
     drafter.generation_config.num_assistant_tokens = 5
     large_drafter = scaled_drafter(drafter, large)
     sizes = FalconDraftConfig.from_target(large.config)
@@ -757,7 +768,7 @@ def test_scaled_models_are_the_same_functions(shape, block_size):
 
 
 def test_scaled_medusa_like_is_the_same_function():
-    target = draft_fixtures.tiny_target(head_dim=8)
+    target = new_target(head_dim=8)
     drafter, large = medusa_like(target, draft_vocab_size=30), scaled_target(target, SHAPE)
     with torch.no_grad():
         drafter.norm.weight.uniform_(0.5, 1.5)
@@ -766,7 +777,7 @@ def test_scaled_medusa_like_is_the_same_function():
 
 
 def assert_same_drafting(drafter, target, large_drafter, large):
-    tokens = draft_fixtures.random_tokens(1, 30)
+    tokens = random_tokens(1, 30)
     settings = {"max_new_tokens": 30, "do_sample": False, "return_dict_in_generate": True}
     small = target.generate(tokens, assistant_model=drafter, **settings)
     scaled = large.generate(tokens, assistant_model=large_drafter, **settings)
@@ -776,8 +787,8 @@ def assert_same_drafting(drafter, target, large_drafter, large):
 
 
 def test_what_does_not_fit_into_memory(monkeypatch):
-    target = draft_fixtures.tiny_target(head_dim=8)
-    drafter = draft_fixtures.tiny_drafter(target, num_lstm_layers=0)
+    target = new_target(head_dim=8)
+    drafter = new_drafter(target, num_lstm_layers=0)
     large = scaled_target(target, SHAPE)
     monkeypatch.setattr(scaled.psutil, "virtual_memory", lambda: SimpleNamespace(available=100))
     # Not even asked for.
@@ -790,9 +801,9 @@ def test_what_does_not_fit_into_memory(monkeypatch):
 
 
 def test_what_cannot_be_scaled():
-    target = draft_fixtures.tiny_target(head_dim=8)
+    target = new_target(head_dim=8)
     with pytest.raises(ValueError, match="only Llama models"):
-        scaled_target(draft_fixtures.tiny_target("gpt2"), SHAPE)
+        scaled_target(new_target("gpt2"), SHAPE)
     with pytest.raises(ValueError, match="does not fit"):
         scaled_target(target, Shape(16, 160, 5, 12, 4, 32))
     with pytest.raises(ValueError, match="do not fit into the heads"):
@@ -800,4 +811,4 @@ def test_what_cannot_be_scaled():
     with pytest.raises(ValueError, match="does not divide the shape's, 12"):
         scaled_target(target, Shape(64, 64, 2, 8, 4, 12))
     with pytest.raises(ValueError, match="`num_lstm_layers` 2"):
-        scaled_drafter(draft_fixtures.tiny_drafter(target, num_lstm_layers=2), target)
+        scaled_drafter(new_drafter(target, num_lstm_layers=2), target)

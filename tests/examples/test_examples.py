@@ -605,11 +605,11 @@ def test_divergence_and_evaluate_say_where_texts_part(workplace, tmp_path, monke
     # In float32 that is a failure.
     assert entry.main(["evaluate", *words, "--check", "--json"]) == 1
     found = json.loads(capsys.readouterr().out)["data"]["prompts"]
-    assert found["partings"] == expected
+    assert found["divergences"] == expected
     assert found["identical"] == len(TEXTS) - len(expected)
     assert entry.main(["evaluate", *words, "--check"]) == 1
     first = expected[0]
-    line = f"prompts, prompt {first['prompt']}: parts from plain decoding at token {first['token']}, logit gap "
+    line = f"prompts, prompt {first['prompt']}: diverges from plain decoding at token {first['token']}, logit gap "
     printed = capsys.readouterr().out
     assert line in printed and "Rounding" not in printed
 
@@ -618,7 +618,7 @@ def test_divergence_and_evaluate_say_where_texts_part(workplace, tmp_path, monke
     assert entry.main(["evaluate", *words, "--check", "--dtype", "auto"]) == 1
     capsys.readouterr()
     assert entry.main(["evaluate", *words, "--check", "--dtype", "bfloat16"]) == 0
-    assert "In float32 none may part." in capsys.readouterr().out
+    assert "In float32 no output may diverge." in capsys.readouterr().out
 
 
 def test_confidence_heads(workplace, tmp_path, monkeypatch, capsys):

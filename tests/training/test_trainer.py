@@ -17,10 +17,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from draft_fixtures import HIDDEN, VOCAB, random_tokens, tiny_drafter, tiny_target
 from huggingface_hub import ModelCard
 from safetensors import safe_open
 from safetensors.torch import load_file
+from tiny_models import HIDDEN, VOCAB, new_drafter, new_target, random_tokens, tiny_target
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch.utils.flop_counter import FlopCounterMode
@@ -171,8 +171,8 @@ def test_unrolled_mask(block_size, passes):
 def test_distillation_loss(monkeypatch, kind, draft_vocab_size, soft, chunk):
     monkeypatch.setattr(distillation, "_CHUNK_ELEMENTS", chunk)
     monkeypatch.setattr(distillation, "_CHUNK_ROWS", 1)
-    target = tiny_target(kind)
-    head = TargetHead(tiny_drafter(target, draft_vocab_size=draft_vocab_size), target)
+    target = new_target(kind, **({"final_logit_softcapping": 3.0} if kind == "gemma2" else {}))
+    head = TargetHead(new_drafter(target, draft_vocab_size=draft_vocab_size), target)
     torch.manual_seed(0)
     labels = torch.randn(11, HIDDEN)
     predicted = (labels + torch.randn(2, 11, HIDDEN)).requires_grad_()
@@ -267,7 +267,7 @@ def plain_loss(drafter, head, batch, offsets, glanced, passes):
 @pytest.mark.parametrize("glancing", [False, True])
 @pytest.mark.parametrize("option", [{}, {"conditioning_size": 24}, {"feature_layers": [0, 1]}])
 def test_draft_loss(target, monkeypatch, block_size, lstm_layers, passes, glancing, option):
-    drafter = tiny_drafter(target, block_size=block_size, num_lstm_layers=lstm_layers, **option)
+    drafter = new_drafter(target, block_size=block_size, num_lstm_layers=lstm_layers, **option)
     batch = draft_batch(target, layers=drafter.config.feature_layers)
     head, offsets = TargetHead(drafter, target), [0, 1 % block_size, block_size - 1]
     shifted = torch.arange(batch.token_ids.shape[1])[None] + torch.tensor(offsets)[:, None]
@@ -297,7 +297,7 @@ def test_draft_loss(target, monkeypatch, block_size, lstm_layers, passes, glanci
 @pytest.mark.parametrize("block_size", [1, 2, 3])
 def test_only_responses_are_learnt(target, monkeypatch, block_size):
     """The token at which a response begins counts, the last one of the prompt does not."""
-    drafter = tiny_drafter(target, block_size=block_size)
+    drafter = new_drafter(target, block_size=block_size)
     head, batch = TargetHead(drafter, target), draft_batch(target, lengths=[16], prompts=[9])
     read = []
 
@@ -312,7 +312,7 @@ def test_only_responses_are_learnt(target, monkeypatch, block_size):
 
 
 def test_a_batch_without_anything_to_learn(target):
-    drafter = tiny_drafter(target, block_size=3)
+    drafter = new_drafter(target, block_size=3)
     batch = draft_batch(target, lengths=[4, 3], prompts=[1, 2])
     found = draft_loss(drafter, TargetHead(drafter, target), batch, seeded(), WEIGHTS, glancing_ratio=0.4)
     found.loss.backward()
@@ -332,7 +332,7 @@ def test_a_batch_without_anything_to_learn(target):
     ],
 )
 def test_a_drafter_can_learn(target, block_size, lstm_layers, passes, option):
-    drafter = tiny_drafter(target, scale=0, block_size=block_size, num_lstm_layers=lstm_layers, **option).train()
+    drafter = new_drafter(target, scale=0, block_size=block_size, num_lstm_layers=lstm_layers, **option).train()
     head, batch = TargetHead(drafter, target), draft_batch(target, layers=drafter.config.feature_layers)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3, weight_decay=0.0)
     losses = []
@@ -352,7 +352,7 @@ def test_checkpointed_activations(target, block_size, passes):
     """The same loss and gradients, from activations that are computed twice."""
     found = []
     for checkpointed in (False, True):
-        drafter = tiny_drafter(target, block_size=block_size, num_lstm_layers=0).train()
+        drafter = new_drafter(target, block_size=block_size, num_lstm_layers=0).train()
         if checkpointed:
             drafter.gradient_checkpointing_enable()
         runs = []
@@ -368,7 +368,7 @@ def test_checkpointed_activations(target, block_size, passes):
 
 
 def test_noise_is_drawn_from_the_generator(target):
-    drafter = tiny_drafter(target, num_lstm_layers=0)
+    drafter = new_drafter(target, num_lstm_layers=0)
     head, batch = TargetHead(drafter, target), draft_batch(target)
 
     def loss(seed, noise):
@@ -381,7 +381,7 @@ def test_noise_is_drawn_from_the_generator(target):
 
 def test_chance_is_a_sample_s_own(target):
     """What is drawn for a sample depends on neither the others of its batch nor the padding."""
-    drafter = tiny_drafter(target, block_size=3, num_lstm_layers=0)
+    drafter = new_drafter(target, block_size=3, num_lstm_layers=0)
     head, batch = TargetHead(drafter, target), draft_batch(target)
     options = {"noise": 0.5, "glancing_ratio": 0.8}
     together = draft_loss(drafter, head, batch, seeded(), WEIGHTS, **options)
@@ -398,7 +398,7 @@ def test_chance_is_a_sample_s_own(target):
 
 
 def test_unrolling_an_lstm_is_refused(target):
-    drafter = tiny_drafter(target, num_lstm_layers=1)
+    drafter = new_drafter(target, num_lstm_layers=1)
     head, batch = TargetHead(drafter, target), draft_batch(target)
     for passes, message in ((2, "is 2 and `num_lstm_layers` 1.*Set `unroll_passes=1`"), (0, "is 0: .* at least 1")):
         with pytest.raises(ValueError, match=f"`unroll_passes` {message}"):
@@ -513,7 +513,7 @@ def test_stored_features(target, tmp_path, monkeypatch, layers):
 def test_stored_features_of_something_else(target, tmp_path, other):
     StoredFeatures(tmp_path, target, token_file())
     arguments = {
-        "target": (tiny_target(seed=8), token_file()),
+        "target": (new_target(seed=8), token_file()),
         "tokens": (target, token_file(seed=6)),
         "layers": (target, token_file(), [0]),
     }[other]
@@ -547,7 +547,7 @@ class Interrupt(TrainerCallback):
 
 def trainer(target, folder, callback=None, train_file=None, changes=None, **arguments):
     data = train_file or token_file()
-    drafter = tiny_drafter(target, scale=0, **{"num_lstm_layers": 1, **(changes or {})})
+    drafter = new_drafter(target, scale=0, **{"num_lstm_layers": 1, **(changes or {})})
     defaults = {
         "max_steps": 10,
         "per_device_train_batch_size": 2,
@@ -995,11 +995,9 @@ def test_what_a_run_leaves_to_look_at(workplace, tmp_path, capsys, monkeypatch, 
 
 def test_decoded_tau(target):
     prompts = [random_tokens(6, seed=seed) for seed in (3, 4)]
-    found = decoded_tau(target, tiny_drafter(target), prompts, max_new_tokens=20)
+    found = decoded_tau(target, new_drafter(target), prompts, max_new_tokens=20)
     options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
-    each = [
-        target.generate(p[None], assistant_model=tiny_drafter(target), **options).draft_statistics for p in prompts
-    ]
+    each = [target.generate(p[None], assistant_model=new_drafter(target), **options).draft_statistics for p in prompts]
     rounds, accepted = sum(s.rounds for s in each), sum(s.accepted_tokens for s in each)
     assert found == {"final_tau": accepted / rounds, "final_alpha": accepted / sum(s.new_tokens for s in each)}
 
@@ -1098,9 +1096,9 @@ def test_a_plan_counts_as_trainer_does(target, tmp_path, options):
 
 @pytest.mark.parametrize("lstm_layers, layers, passes", [(0, 1, 1), (0, 2, 1), (2, 1, 1), (0, 1, 2)])
 def test_planned_activations(lstm_layers, layers, passes):
-    target = tiny_target(hidden_size=128, intermediate_size=340, num_attention_heads=4)
+    target = new_target(hidden_size=128, intermediate_size=340, num_attention_heads=4)
     changes = {"intermediate_size": 340, "num_lstm_layers": lstm_layers, "num_hidden_layers": layers}
-    drafter = tiny_drafter(target, **changes).train()
+    drafter = new_drafter(target, **changes).train()
     own = {p.untyped_storage()._cdata for model in (target, drafter) for p in model.parameters()}
     kept = {}
 
@@ -1120,7 +1118,7 @@ def test_planned_activations(lstm_layers, layers, passes):
 
 @pytest.mark.parametrize("block_size, passes", [(1, 1), (1, 3), (2, 1)])
 def test_planned_work(workplace, tmp_path, capsys, block_size, passes):
-    target = tiny_target(vocab_size=1024, hidden_size=128, intermediate_size=340, num_attention_heads=4)
+    target = new_target(vocab_size=1024, hidden_size=128, intermediate_size=340, num_attention_heads=4)
     target.save_pretrained(tmp_path / "target")
     token_file(samples=4, lengths=(24, 25), prompt=8).save(tmp_path / "tokens.safetensors")
     options = {"block_size": block_size, "unroll_passes": passes, "num_lstm_layers": 0, "max_steps": 1, "plan": True}
@@ -1133,7 +1131,7 @@ def test_planned_work(workplace, tmp_path, capsys, block_size, passes):
     assert float(hours) == pytest.approx(float(work) / 1e14 / 3600, rel=0.01)
 
     changes = {"block_size": block_size, "num_lstm_layers": 0, "num_hidden_layers": 1, "intermediate_size": 340}
-    drafter = tiny_drafter(target, **changes).train()
+    drafter = new_drafter(target, **changes).train()
     with FlopCounterMode(display=False) as counter:
         batch = draft_batch(target, lengths=(24,) * 4, prompts=(8,) * 4)
         read = counter.get_total_flops()

@@ -26,6 +26,7 @@ from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
 from .checkpoint_files import weights_fingerprint
+from .hook import attention_implementation
 
 logger = logging.get_logger(__name__)
 
@@ -255,7 +256,7 @@ class CostKey(NamedTuple):
             rows=rows,
             max_nodes=max_nodes,
             context=next(length for length in (2048 * 4**step for step in itertools.count()) if context <= length),
-            attention=getattr(target.config.get_text_config(decoder=True), "_attn_implementation", None),
+            attention=attention_implementation(target.config.get_text_config(decoder=True)),
             dtype=str(target.dtype),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             threads=torch.get_num_threads(),

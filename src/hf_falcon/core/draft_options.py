@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers import GenerationConfig
 
+from .hook import call_settings, default_generation_params
+
 # Far beyond what pays: more is a damaged or a hostile file, and would take all memory.
 _RANGES = {
     "num_assistant_tokens": (1, 4096),
@@ -139,8 +141,16 @@ def _is_calibration(share: Any) -> bool:
 
 def set_by_call(call: GenerationConfig | None, name: str) -> Any:
     """
-    What the configuration of a `generate` call sets a field to, or `None`. `generate` fills in transformers' defaults
-    (20 assistant tokens, say): a value equal to its default cannot be told from one that was left out.
+    The value that a `generate` call sets for a field, in its arguments or its configuration, or `None`.
+
+    Args:
+        call ([`GenerationConfig`] or `None`):
+            The configuration that `generate` prepared. The hook notes on it which values the user set. In a
+            configuration from elsewhere, a value that equals transformers' default counts as not set.
+        name (`str`): the field.
     """
+    settings = call_settings(call)
+    if settings is not None:
+        return settings.get(name)
     value = getattr(call, name, None)
-    return None if value == GenerationConfig._get_default_generation_params().get(name) else value
+    return None if value == default_generation_params().get(name) else value

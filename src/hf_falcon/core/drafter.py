@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -42,6 +43,8 @@ class FalconDraftModel(FalconDraftNetwork):
 
     # The hook knows a drafter by this mark and not by its class: code loaded from the Hub is another module.
     is_falcon_drafter = True
+    # The hook passes these arguments of `generate` on to the decoding loop.
+    draft_option_names = tuple(field.name for field in fields(DraftOptions))
 
     # transformers' own loop asks for it before it calls `generate`, which says what is wrong.
     _supports_logits_to_keep = GenerationMixin._supports_logits_to_keep

@@ -13,6 +13,7 @@ from transformers.utils import ModelOutput
 
 from .acceleration import target_acceleration
 from .caches import RaggedLayer, RowLengths, give_back, grow_in_place
+from .hook import leave_past_recording, prefill
 from .modeling_falcon_draft import additive_mask
 from .target_parts import FeatureTap
 from .target_support import SLIDING, layer_kinds, rope_boundary
@@ -139,7 +140,8 @@ class TargetRun:
             cache yet, of shape `(1, positions, hidden_size)`.
         """
         with self._tap as tap:
-            outputs = self.model._prefill(
+            outputs = prefill(
+                self.model,
                 input_ids,
                 self._generation_config,
                 self._model_kwargs,
@@ -254,9 +256,7 @@ class TargetRun:
                 layer.crop(self._kept - layer.get_seq_length())
         give_back(self.cache)
         for layer in self.cache.layers:
-            if getattr(layer, "record_past", False):
-                # transformers has no call for it. Left on, 5.17 fails at the next forward without a crop.
-                layer.record_past = False
+            leave_past_recording(layer)
         return self.cache
 
     def _adopt(self, cache: Cache) -> None:
@@ -359,7 +359,7 @@ class BatchedTargetRun:
             `(1, its tokens, hidden_size)`, without its padding.
         """
         with self._tap as tap:
-            outputs = self.model._prefill(input_ids, self._generation_config, self._model_kwargs)
+            outputs = prefill(self.model, input_ids, self._generation_config, self._model_kwargs)
         features = tap.take()
         mask = self._model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask

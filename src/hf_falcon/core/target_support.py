@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from .hook import attention_implementation, is_stateful
 from .target_parts import decoder_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -125,9 +126,9 @@ def unsupported_reason(
     if missing:
         return f"the target takes no `{missing[0]}`, which a tree needs"
     unknown = layer_kinds(model.config) - {FULL, SLIDING}
-    if unknown or getattr(model, "_is_stateful", False):
+    if unknown or is_stateful(model):
         return f"the target has layers of kind {sorted(unknown) or 'recurrent'}, which cannot be rolled back"
-    attention = getattr(config, "_attn_implementation", None) or "eager"
+    attention = attention_implementation(config) or "eager"
     if attention not in _MASKED_ATTENTION:
         return f"`attn_implementation` is {attention!r}, which takes no tree mask (use one of {_MASKED_ATTENTION})"
     if not isinstance(cache, DynamicCache) or getattr(cache, "offloading", False):

@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from .hook import allowed_tokens_function, pad_token
 from .statistics import NearTies
 from .tree import DraftTree
 
@@ -276,7 +277,7 @@ class BatchSequence:
             )
             for row, ids in enumerate(input_ids.split(1))
         ]
-        self._padding = generation_config._pad_token_tensor
+        self._padding = pad_token(generation_config)
         self._streamer = streamer
         self._streamed = 0
 
@@ -326,7 +327,7 @@ def _processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProce
 
 def _of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
     if isinstance(processor, generation.PrefixConstrainedLogitsProcessor):
-        allowed = processor._prefix_allowed_tokens_fn
+        allowed = allowed_tokens_function(processor)
         return generation.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
     if isinstance(processor, generation.RepetitionPenaltyLogitsProcessor):
         ignored = processor.prompt_ignore_length
