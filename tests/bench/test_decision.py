@@ -8,7 +8,6 @@ import torch
 
 from hf_falcon.bench import methods
 from hf_falcon.bench.decision import DecisionModel, known
-from hf_falcon.core.candidate_generator import LookupMatch
 from hf_falcon.core.costs import Costs
 from hf_falcon.core.draft_options import DraftOptions
 from hf_falcon.core.policy import AdaptivePolicy, acceptance_stats_of
@@ -50,12 +49,15 @@ def test_the_decision_model_decides(models, says):
     """Its method's passes, and no other's."""
     models.decision = DecisionModel([0.0] * 4, says)
     found, _ = methods.resolve(["falcon_classifier", "falcon_classifier@3", "falcon"], models)
-    paces = {}
+    decisions = {}
     for name, given in found.items():
         costs = Costs({0: 1.0, 8: 1.4})
-        experience = acceptance_stats_of(given["assistant_model"], models.target)
-        paces[name] = AdaptivePolicy(DraftOptions(num_assistant_tokens=8), experience, torch.device("cpu"), costs)
-        paces[name].guess(LookupMatch([], 0))
+        stats = acceptance_stats_of(given["assistant_model"], models.target)
+        policy = AdaptivePolicy(DraftOptions(num_assistant_tokens=8), stats, costs, 6, torch.device("cpu"))
+        decisions[name] = policy.decide()
     even = branches(math.log(0.3), math.log(0.3))
-    chosen = {name: pace.another_pass(even, even.log_probs) for name, pace in paces.items()}
+    chosen = {
+        name: each.check_pass(even, even.log_probs).continuation >= each.pass_threshold
+        for name, each in decisions.items()
+    }
     assert chosen == {"falcon_classifier": says > 0, "falcon_classifier@3": says > 0, "falcon": True}

@@ -573,8 +573,8 @@ def test_streamers(capsys):
         assert capsys.readouterr().out == expected + "\n"
 
 
-def test_readme_names_what_is_not_assisted():
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_documents_name_what_is_not_assisted():
+    text = (Path(__file__).parents[2] / "docs" / "limits.md").read_text()
     for title, fields in {"Plain decoding": PLAIN, "Refused": REFUSED, "No effect": OF_OTHER_WAYS}.items():
         row = next(line for line in text.splitlines() if line.startswith(f"| {title} "))
         for field in fields:

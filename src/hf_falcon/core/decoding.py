@@ -22,6 +22,7 @@ from transformers.utils import logging
 from .candidate_generator import FalconCandidateGenerator
 from .costs import CostKey, Stopwatch, costs_of
 from .draft_options import DraftOptions, set_by_call
+from .hook import is_user_defined, sample
 from .modeling_falcon_draft import FalconDraftNetwork
 from .policy import AdaptivePolicy, DraftPolicy, PlainPolicy, acceptance_stats_of
 from .sampling import MultiRootCandidateGenerator, SamplingCandidateGenerator, decode_multi_root, verify_speculative
@@ -90,7 +91,8 @@ def assisted_decoding(
         reason = unsupported_batch_reason(target, logits_processor, stopping_criteria, generation_config, model_kwargs)
     if reason is not None:
         logger.warning_once(f"The assistant model is not used, plain decoding runs: {reason}.")
-        output = target._sample(
+        output = sample(
+            target,
             input_ids,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
@@ -277,7 +279,7 @@ def _assist_batch(
     """Generates for all rows of `batch`. Returns statistics, and the cache."""
     run = BatchedTargetRun(target, generation_config, model_kwargs, drafter.config.feature_layers)
     # Rows that have ended leave the cache, unless the caller gets it.
-    cache_is_returned = generation_config.return_dict_in_generate or getattr(run.cache, "_is_user_defined", False)
+    cache_is_returned = generation_config.return_dict_in_generate or is_user_defined(run.cache)
     try:
         statistics = decode_batch(run, drafter, options, batch, not cache_is_returned)
     except BaseException:

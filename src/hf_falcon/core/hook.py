@@ -262,7 +262,11 @@ def _private(owner: Any, name: str, use: str) -> Any:
 
 
 def prefill(
-    model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    **kwargs: Any,
 ) -> Any:
     """
     Runs the prompt exactly as plain decoding does: in chunks if the call asks for them, and from a cache that holds
@@ -273,6 +277,7 @@ def prefill(
         input_ids (`torch.LongTensor` of shape `(batch, length)`): the prompt.
         generation_config ([`GenerationConfig`]): the configuration that `generate` prepared.
         model_kwargs (`dict`): the arguments of the model that `generate` prepared.
+        kwargs: more arguments of `_prefill`.
 
     Returns:
         The output of the model's forward.
@@ -280,7 +285,7 @@ def prefill(
     Raises:
         `RuntimeError`: if transformers has no `_prefill`.
     """
-    return _private(model, "_prefill", "run the prompt")(input_ids, generation_config, model_kwargs)
+    return _private(model, "_prefill", "run the prompt")(input_ids, generation_config, model_kwargs, **kwargs)
 
 
 def sample(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:
@@ -360,6 +365,24 @@ def leave_past_recording(layer: Any) -> None:
     """
     if getattr(layer, "record_past", False):
         layer.record_past = False
+
+
+def read_logits_to_keep(model: Any) -> Any:
+    """
+    Whether the forward of a model takes `logits_to_keep`. transformers' own loop asks an assistant for this before it
+    calls the assistant's `generate`, whose error says what is wrong. If transformers lacks the method, nobody asks.
+    """
+    method = getattr(GenerationMixin, "_supports_logits_to_keep", None)
+    return False if method is None else method(model)
+
+
+def keep_custom_fields(generation_config: GenerationConfig) -> None:
+    """
+    Makes a generation configuration keep its drafting options when it is saved and loaded: if it counts as made from
+    the model's configuration, transformers drops fields that it does not know. If transformers has no such mark, it
+    has no reason to drop them.
+    """
+    generation_config._from_model_config = False
 
 
 # Attention functions. `AttentionInterface.register` is public; the function that it replaces is not.
