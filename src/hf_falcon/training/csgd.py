@@ -138,7 +138,7 @@ def check_unrolling(drafter: FalconDraftModel, passes: int, name: str = "unroll_
         raise ValueError(f"`{name}` is {passes}: set it to at least 1.")
     if passes > 1 and drafter.config.num_lstm_layers > 0:
         raise ValueError(
-            f"`{name}` is {passes} and `num_lstm_layers` is {drafter.config.num_lstm_layers}: only drafters "
+            f"`{name}` is {passes} and `num_lstm_layers` {drafter.config.num_lstm_layers}: only drafters "
             f"without an LSTM can be unrolled. Set `{name}=1` or `num_lstm_layers=0`."
         )
 
