@@ -40,7 +40,7 @@ bench: $(VENV)/.ready  ## Measure the drafter against plain decoding and its pee
 		--output runs/bench $(BENCH_ARGS)
 
 test: $(VENV)/.ready  ## Run the quick tests
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-all: $(VENV)/.ready $(OLDEST)/.ready  ## Run all the tests, with the newest and the oldest transformers
 	$(OLDEST)/bin/python -m pytest -m '$(MARKS)' $(PYTEST_ARGS)

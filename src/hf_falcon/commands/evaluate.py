@@ -173,7 +173,7 @@ def main(argv: list[str]) -> int:
         print(table(results))
         print("tokens/round: tau + 1, the acceptance length. tau: accepted draft tokens a round; alpha: their share.")
         if dtype != torch.float32 and any(result.get("divergences") for result in results.values()):
-            print("Outputs diverge by rounding where two tokens are almost equally likely. In float32 none may.")
+            print("Rounding decides between tokens that are almost equally likely. In float32 no output may diverge.")
         for name, result in results.items():
             for each in result.get("divergences", ()):
                 gap = "one of the outputs ends" if each["gap"] is None else f"logit gap {each['gap']:.3g}"

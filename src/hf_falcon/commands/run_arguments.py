@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import difflib
 import inspect
@@ -23,7 +24,15 @@ _MOST_USED = {"output_dir", "num_train_epochs", "max_steps", "per_device_train_b
 
 
 class _HelpFormatter(argparse.HelpFormatter):
-    """Adds an argument's default to its help, where there is a default that the help does not name."""
+    """
+    Shows an argument's default, where there is a default that its help does not name, and one of its two spellings:
+    `--max-new-tokens` is `--max_new_tokens`, too.
+    """
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        shown.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+        return super()._format_action_invocation(shown if shown.option_strings else action)
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""

@@ -126,14 +126,27 @@ def refuse_adapter(repository: str, adapter: str | None = None, **loading: Any) 
 
 def check_digests(files: Iterable[Path], expected: Mapping[str, str]) -> None:
     """
-    Refuses files that are not those that were saved.
+    Checks that weight files are the files that were saved.
+
+    Args:
+        files (iterable of `Path`): the files that are about to be read.
+        expected (mapping of `str` to `str`): the sha256 of each file, by its name, from `config.json`. It is empty for
+            checkpoints from before digests were kept; their files are not checked.
 
     Raises:
-        `OSError`: naming the file, and both digests.
+        `OSError`: if a file has another digest, or none; it names the file.
     """
+    if not expected:
+        return
     for file in files:
         wanted = expected.get(file.name)
-        found = wanted if wanted is None else _sha256(file)
+        if wanted is None:
+            raise OSError(
+                f"The weight file `{file.name}` in {file.parent} is not in the list of config.json (`weights_sha256`: "
+                f"{', '.join(sorted(expected))}), so it may belong to another drafter. Load one of these files, or "
+                "save the drafter again with `save_pretrained`."
+            )
+        found = _sha256(file)
         if found != wanted:
             raise OSError(
                 f"The weight file `{file.name}` in {file.parent} is damaged or was changed: its sha256 is {found}, "

@@ -26,7 +26,7 @@ from .checkpoint_files import (
 from .configuration_falcon_draft import FalconDraftConfig
 from .decoding import assisted_decoding
 from .draft_options import DraftOptions
-from .hook import install
+from .hook import install, keep_custom_fields, read_logits_to_keep
 from .modeling_falcon_draft import FalconDraftNetwork
 
 
@@ -46,8 +46,7 @@ class FalconDraftModel(FalconDraftNetwork):
     # The hook passes these arguments of `generate` on to the decoding loop.
     draft_option_names = tuple(field.name for field in fields(DraftOptions))
 
-    # transformers' own loop asks for it before it calls `generate`, which says what is wrong.
-    _supports_logits_to_keep = GenerationMixin._supports_logits_to_keep
+    _supports_logits_to_keep = read_logits_to_keep
 
     def __init__(self, config: FalconDraftConfig):
         super().__init__(config)
@@ -121,8 +120,7 @@ class FalconDraftModel(FalconDraftNetwork):
         hub = {
             name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private", "create_pr") if name in kwargs
         }
-        # A generation configuration that counts as made from the model's config loses custom fields when it is loaded.
-        self.generation_config._from_model_config = False
+        keep_custom_fields(self.generation_config)
         # A subclass may be defined anywhere, and its code would not load from one folder.
         has_code = type(self).__module__ == __name__
         if has_code:

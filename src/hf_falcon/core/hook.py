@@ -367,6 +367,24 @@ def leave_past_recording(layer: Any) -> None:
         layer.record_past = False
 
 
+def read_logits_to_keep(model: Any) -> Any:
+    """
+    Whether the forward of a model takes `logits_to_keep`. transformers' own loop asks an assistant for this before it
+    calls the assistant's `generate`, whose error says what is wrong. If transformers lacks the method, nobody asks.
+    """
+    method = getattr(GenerationMixin, "_supports_logits_to_keep", None)
+    return False if method is None else method(model)
+
+
+def keep_custom_fields(generation_config: GenerationConfig) -> None:
+    """
+    Makes a generation configuration keep its drafting options when it is saved and loaded: if it counts as made from
+    the model's configuration, transformers drops fields that it does not know. If transformers has no such mark, it
+    has no reason to drop them.
+    """
+    generation_config._from_model_config = False
+
+
 # Attention functions. `AttentionInterface.register` is public; the function that it replaces is not.
 
 try:

@@ -287,6 +287,8 @@ class BatchSequence:
         rows = [row.input_ids[0] for row in self.rows]
         if len({len(row) for row in rows}) == 1:
             return torch.stack(rows)
+        # A row ends before the others by an EOS token only, and then `generate` has a padding token.
+        assert self._padding is not None
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=int(self._padding))
 
     @property
