@@ -57,7 +57,7 @@ class DraftTree:
         visible[:, 0] = True
         visible.fill_diagonal_(True)
         token_ids, parents = F.pad(self.token_ids, (0, more)), F.pad(self.parents, (0, more))
-        # No deeper than the root: how far positions go changes what some models compute.
+        # No deeper than the root: the largest position changes what some models compute.
         return DraftTree(token_ids, parents, F.pad(self.depths, (0, more)), visible)
 
 
@@ -107,7 +107,7 @@ def single_node(root: Tensor) -> DraftTree:
 
 
 def star(nodes: int, device: torch.device) -> DraftTree:
-    """A root with `nodes` children, tokens of no meaning: for timing."""
+    """A root with `nodes` children of token 0, for dummy forwards."""
     parents = torch.zeros(nodes + 1, dtype=torch.long, device=device)
     depths = torch.ones_like(parents)
     depths[0] = 0
