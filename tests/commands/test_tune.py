@@ -8,6 +8,7 @@ import torch
 from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import GenerationConfig
 
+from hf_falcon.bench import tuning
 from hf_falcon.commands import tune
 from hf_falcon.core import costs
 from hf_falcon.core.costs import CostKey, Costs
@@ -17,7 +18,7 @@ from hf_falcon.core.draft_options import DraftOptions
 def test_predicted_speedup():
     found = Costs({0: 1.0, 2: 1.2})
     found.commit, found.draft_pass = 0.1, 0.3
-    gains = tune.speedups(torch.tensor([[0.0, 0.5, 0.7], [0.0, 0.5, 0.9]]), found)
+    gains = tuning.speedups(torch.tensor([[0.0, 0.5, 0.7], [0.0, 0.5, 0.9]]), found)
     expected = [[1 / 1.1, 1.5 / 1.2, 1.7 / 1.3], [1 / 1.4, 1.5 / 1.5, 1.9 / 1.6]]
     assert gains.tolist() == [pytest.approx(row) for row in expected]
 
@@ -28,7 +29,7 @@ def test_expected_tokens(block_size):
     target = tiny_target("llama")
     drafter = tiny_drafter(target, block_size)
     options = DraftOptions(num_assistant_tokens=6, num_draft_passes=3, assistant_confidence_threshold=0.0)
-    expected, commit, draft_pass = tune.drafting(drafter, target, [prompt(12), prompt(9, seed=1)], options)
+    expected, commit, draft_pass = tuning.drafting(drafter, target, [prompt(12), prompt(9, seed=1)], options)
     assert expected.shape == (3, 7) and commit > 0 and draft_pass > 0
     assert (expected[:, 0] == 0).all() and (expected.diff(dim=1) > 0).all() and (expected.diff(dim=0) >= 0).all()
     assert all(float(row.max()) <= block_size * (index + 1) for index, row in enumerate(expected))
@@ -77,19 +78,19 @@ def test_seconds_by_threads(most, expected, monkeypatch):
     now, used = [most], []
     monkeypatch.setattr(torch, "get_num_threads", lambda: now[-1])
     monkeypatch.setattr(torch, "set_num_threads", now.append)
-    monkeypatch.setattr(tune, "target_seconds", lambda *arguments: used.append(now[-1]) or {0: 1.0, 4: 2.0})
-    found = tune.seconds_by_threads(tiny_target("llama"), 20, 4, 0.1)
+    monkeypatch.setattr(tuning, "target_seconds", lambda *arguments: used.append(now[-1]) or {0: 1.0, 4: 2.0})
+    found = tuning.seconds_by_threads(tiny_target("llama"), 20, 4, 0.1)
     assert found == dict.fromkeys(expected, (1.0, 2.0)) and used == expected and now[-1] == most
     if most > 1:
-        monkeypatch.setattr(tune, "target_seconds", None)
+        monkeypatch.setattr(tuning, "target_seconds", None)
         with pytest.raises(TypeError):
-            tune.seconds_by_threads(tiny_target("llama"), 20, 4, 0.1)
+            tuning.seconds_by_threads(tiny_target("llama"), 20, 4, 0.1)
         assert now[-1] == most
 
 
 @pytest.mark.parametrize("tree, expected", [(1.9, 4), (1.8, 2)])
 def test_fewer_threads_must_be_clearly_faster(tree, expected):
-    assert tune.fastest_count({4: (1.0, 2.0), 2: (0.5, tree), 1: (2.0, 3.0)}) == expected
+    assert tuning.fastest_count({4: (1.0, 2.0), 2: (0.5, tree), 1: (2.0, 3.0)}) == expected
 
 
 @pytest.mark.parametrize("option", ["limit", "max_new_tokens", "context", "seconds"])

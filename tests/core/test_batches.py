@@ -55,7 +55,7 @@ def assisted(monkeypatch):
     def generate(target, accuracies=None, truth=None, inputs=None, pace="constant", block_size=2, **kwargs):
         drafter = tiny_drafter(target, block_size=block_size, num_draft_passes=3, **PACES[pace])
         inputs = batch() if inputs is None else inputs
-        monkeypatch.setattr("hf_falcon.core.decoding.Costs", FreeDrafting)
+        monkeypatch.setattr("hf_falcon.core.costs.Costs", FreeDrafting)
         if accuracies is not None:
             paddings = (inputs["attention_mask"] == 0).sum(dim=1).tolist()
             use_batch_oracle(monkeypatch, truth, paddings, itertools.cycle(accuracies))
@@ -211,7 +211,7 @@ def test_a_streamer_gets_whole_steps(way, assisted):
 
 def test_rows_do_not_get_too_far_ahead_of_their_noise(assisted, monkeypatch):
     most = 3
-    monkeypatch.setattr("hf_falcon.core.verification.MOST_STEPS_AHEAD", most)
+    monkeypatch.setattr("hf_falcon.core.decoding.MOST_STEPS_AHEAD", most)
     kept = []
     draw = StepNoise.draw
 

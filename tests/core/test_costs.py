@@ -136,13 +136,14 @@ def test_measured_once_and_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
     made = []
     monkeypatch.setattr(
-        "hf_falcon.core.decoding.measure", lambda forward, nodes, device: made.append(nodes) or {0: 1.0, nodes: 1.0}
+        "hf_falcon.core.costs.measure",
+        lambda forward, nodes, device, tokens: made.append(nodes) or {0: 1.0, nodes: 1.0},
     )
-    monkeypatch.setattr("hf_falcon.core.decoding.still_valid", lambda seconds, forward, device: True)
+    monkeypatch.setattr("hf_falcon.core.costs.still_valid", lambda seconds, forward, device: True)
     options = {"num_assistant_tokens_schedule": "heuristic", "num_assistant_tokens": 6}
     llama = TARGETS["llama"]()
     for target in (llama, llama, TARGETS["llama"](), TARGETS["qwen2"]()):
-        target.generate(prompt(5), assistant_model=tiny_drafter(target, **options), max_new_tokens=6, do_sample=False)
+        target.generate(prompt(5), assistant_model=tiny_drafter(target, **options), max_new_tokens=9, do_sample=False)
     assert made == [6, 6]
     kept = [json.loads(file.read_text()) for file in (tmp_path / "costs").iterdir()]
     assert len(kept) == 2 and all(each["max_nodes"] == 6 for each in kept)
@@ -174,8 +175,8 @@ def test_times_that_do_not_hold_are_measured_anew(tmp_path, monkeypatch):
     target = TARGETS["llama"]()
     drafter = tiny_drafter(target, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=6)
     costs.save(target, costs.CostKey.of(target, 5, 6), {0: 1.0, 6: 50.0})
-    monkeypatch.setattr("hf_falcon.core.decoding.measure", lambda forward, nodes, device: {0: 1.0, nodes: 1.5})
-    target.generate(prompt(5), assistant_model=drafter, max_new_tokens=6, do_sample=False)
+    monkeypatch.setattr("hf_falcon.core.costs.measure", lambda forward, nodes, device, tokens: {0: 1.0, nodes: 1.5})
+    target.generate(prompt(5), assistant_model=drafter, max_new_tokens=9, do_sample=False)
     assert costs.load(target, costs.CostKey.of(target, 5, 6)) == {0: 1.0, 6: 1.5}
 
 
@@ -187,7 +188,7 @@ def test_the_prompts_commit_is_no_rounds(tmp_path, monkeypatch):
         def observe_drafting(self, commit_seconds, pass_seconds, passes):
             seen.append(commit_seconds)
 
-    monkeypatch.setattr("hf_falcon.core.decoding.Costs", Recorded)
+    monkeypatch.setattr("hf_falcon.core.costs.Costs", Recorded)
     target = TARGETS["llama"]()
     drafter = tiny_drafter(target, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=6)
     target.generate(prompt(40), assistant_model=drafter, max_new_tokens=12, do_sample=False)

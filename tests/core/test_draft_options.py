@@ -5,7 +5,7 @@ from dataclasses import fields
 
 import pytest
 import torch
-from draft_fixtures import random_tokens, tiny_drafter, tiny_target
+from tiny_models import new_drafter, random_tokens, tiny_target
 from transformers import GenerationConfig
 
 from hf_falcon import DraftOptions, FalconCandidateGenerator
@@ -69,7 +69,7 @@ def test_read_from_a_generation_config(given):
 )
 def test_options_make_the_tree(given, kind, nodes, depth, children):
     target = tiny_target()
-    drafter = tiny_drafter(target, draft_vocab_size=20)
+    drafter = new_drafter(target, draft_vocab_size=20)
     for name, value in given.items():
         setattr(drafter.generation_config, name, value)
     generator = FalconCandidateGenerator(drafter, target)
@@ -84,7 +84,7 @@ def test_options_make_the_tree(given, kind, nodes, depth, children):
     generator = FalconCandidateGenerator(drafter, target)
     with torch.no_grad():
         generator.commit(torch.randn(1, 5, 32), random_tokens(1, 5))
-        found = generator.propose(torch.tensor([5]), 100)
+        found = generator.propose(torch.tensor([[5]]), 100)
     assert len(found) == 1 + nodes
     assert set(found.token_ids[1:].tolist()) <= set(drafter.draft_vocab_ids.tolist())
 
@@ -93,7 +93,7 @@ def test_a_rank_that_the_drafter_has_no_token_for():
     target = tiny_target()
     options = DraftOptions(draft_tree=[[0], [20]])
     with pytest.raises(ValueError, match="`draft_tree` has child rank 20, but the drafter knows 20 tokens"):
-        FalconCandidateGenerator(tiny_drafter(target, draft_vocab_size=20), target, options)
+        FalconCandidateGenerator(new_drafter(target, draft_vocab_size=20), target, options)
 
 
 def test_threshold_saves_passes():
@@ -101,8 +101,8 @@ def test_threshold_saves_passes():
     depths = []
     for threshold in (0.0, 1.0):
         options = DraftOptions(num_assistant_tokens=60, draft_top_k=2, assistant_confidence_threshold=threshold)
-        generator = FalconCandidateGenerator(tiny_drafter(target, block_size=2), target, options)
+        generator = FalconCandidateGenerator(new_drafter(target, block_size=2), target, options)
         with torch.no_grad():
             generator.commit(torch.randn(1, 5, 32), random_tokens(1, 5))
-            depths.append(int(generator.propose(torch.tensor([5]), 100).depths.max()))
+            depths.append(int(generator.propose(torch.tensor([[5]]), 100).depths.max()))
     assert depths[0] > 2 and depths[1] == 2

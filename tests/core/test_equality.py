@@ -46,7 +46,7 @@ def check(monkeypatch, name: str, case: Case, settings: tuple = (), seed: int = 
     drafter = tiny_drafter(target, case.block_size, case.num_lstm_layers, case.extra, **options_of(case))
     expected = plain(name, case.prompt_length, settings, seed)
     draft = DRAFTS[case.draft]
-    monkeypatch.setattr("hf_falcon.core.decoding.Costs", FreeDrafting)
+    monkeypatch.setattr("hf_falcon.core.costs.Costs", FreeDrafting)
     acceptance_stats_of(drafter, target).costs.clear()
     made = [] if draft is None else use_oracle(monkeypatch, expected, seed=seed, **draft)
     torch.manual_seed(seed)

@@ -38,7 +38,7 @@ from transformers import (
 )
 
 from hf_falcon import DraftOptions
-from hf_falcon.core.candidate_generator import Drafting
+from hf_falcon.core.candidate_generator import FalconCandidateGenerator
 
 NEW_TOKENS = 24
 PROMPT = 9
@@ -505,7 +505,7 @@ def test_a_call_sets_options_of_drafting(monkeypatch):
 
 def test_embeddings_are_drafted_from_like_tokens(monkeypatch):
     """The drafter reads the prompt's embeddings where it has no tokens, and so drafts the same trees."""
-    target, propose = tiny_target("llama"), Drafting.propose
+    target, propose = tiny_target("llama"), FalconCandidateGenerator.propose
     drafted: list[list[list[int]]] = []
 
     def record(*args, **kwargs):
@@ -513,7 +513,7 @@ def test_embeddings_are_drafted_from_like_tokens(monkeypatch):
         drafted[-1].append(tree.token_ids.tolist())
         return tree
 
-    monkeypatch.setattr(Drafting, "propose", record)
+    monkeypatch.setattr(FalconCandidateGenerator, "propose", record)
     for settings in ({}, {"inputs": None, "inputs_embeds": _embeds()}):
         drafted.append([])
         _generate(target, settings, assistant_model=tiny_drafter(target))
@@ -571,8 +571,8 @@ def test_streamers(capsys):
         assert capsys.readouterr().out == expected + "\n"
 
 
-def test_readme_names_what_is_not_assisted():
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_documents_name_what_is_not_assisted():
+    text = (Path(__file__).parents[2] / "docs" / "limits.md").read_text()
     for title, fields in {"Plain decoding": PLAIN, "Refused": REFUSED, "No effect": OF_OTHER_WAYS}.items():
         row = next(line for line in text.splitlines() if line.startswith(f"| {title} "))
         for field in fields:

@@ -13,7 +13,8 @@ from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
 import hf_falcon
 from hf_falcon.core.checkpoint_files import core_files
 
-SOURCE = Path(hf_falcon.__file__).parent
+SOURCE = Path(hf_falcon.__file__).parent / "core"
+PACKAGES = str(SOURCE.parents[1])
 NAME = f"{USER}/falcon-draft-tiny"
 
 # What every fresh process starts with.
@@ -96,7 +97,7 @@ def test_saved_folder_is_self_contained(saved):
     folder = saved / "drafter"
     code = {path.name for path in folder.glob("*.py")}
     # Computed by following imports; the loop is imported inside a function.
-    assert code == {path.name for path in core_files(SOURCE / "modeling_falcon_draft.py")}
+    assert code == {path.name for path in core_files(SOURCE / "drafter.py")}
     assert {"modeling_falcon_draft.py", "configuration_falcon_draft.py", "decoding.py", "tree.py"} <= code
     for name in code:
         assert (folder / name).read_bytes() == (SOURCE / name).read_bytes()
@@ -110,7 +111,7 @@ def test_saved_folder_is_self_contained(saved):
 
 
 def test_core_imports_nothing_that_does_not_travel():
-    for file in core_files(SOURCE / "modeling_falcon_draft.py"):
+    for file in core_files(SOURCE / "drafter.py"):
         text = file.read_text()
         assert "from . import" not in text and "from .." not in text, file.name
         assert file.parent == SOURCE
@@ -167,7 +168,7 @@ refused(ValueError, "`draft_format` is 99", AutoModel.from_pretrained, "newer", 
 
 def test_package_wins_where_it_is_imported(saved, fresh):
     code = LOADS_WITH_PACKAGE.replace("DRAFTER", repr(str(saved / "drafter")))
-    fresh(code, start=WITH_PACKAGE, path=str(SOURCE.parent))
+    fresh(code, start=WITH_PACKAGE, path=PACKAGES)
 
 
 PUSHES = """
@@ -253,7 +254,7 @@ refused(OSError, "cached files", AutoModel.from_pretrained, "tester/none", trust
 def test_push_and_load(saved, fresh, hub):
     at_hub = {"HF_ENDPOINT": hub.endpoint}
     code = PUSHES.replace("DRAFTER", repr(str(saved / "drafter")))
-    first = fresh(code, start=WITH_PACKAGE, path=str(SOURCE.parent), HF_TOKEN=TOKEN, **at_hub).split()[-1]
+    first = fresh(code, start=WITH_PACKAGE, path=PACKAGES, HF_TOKEN=TOKEN, **at_hub).split()[-1]
     pushed = hub.repositories[NAME].commits[first]
     assert pushed.pop("README.md") == b"# the card"
     assert pushed == {

@@ -8,9 +8,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from draft_fixtures import HIDDEN, VOCAB, random_tokens, tiny_drafter, tiny_target
 from safetensors.torch import load_file, save_file
-from tiny_models import SAME_EVERY_ROUND
+from tiny_models import HIDDEN, SAME_EVERY_ROUND, VOCAB, new_drafter, new_target, random_tokens, tiny_target
 from transformers import AutoConfig, AutoModel, LlamaConfig
 
 from hf_falcon import DraftOptions, FalconCandidateGenerator, FalconDraftConfig, FalconDraftModel
@@ -34,7 +33,7 @@ class Drafting:
     """A candidate generator over one sequence, which records what each draft pass was given and predicted."""
 
     def __init__(self, target, monkeypatch=None, first_position=0, options=None, length=40, **drafter_changes):
-        self.drafter = tiny_drafter(target, **drafter_changes)
+        self.drafter = new_drafter(target, **drafter_changes)
         self.size = self.drafter.config.block_size
         options = DraftOptions(**{**DYNAMIC, "num_draft_passes": 3, **(options or {})})
         self.generator = FalconCandidateGenerator(self.drafter, target, options)
@@ -47,15 +46,15 @@ class Drafting:
             self._record(monkeypatch)
 
     def _record(self, monkeypatch):
-        decode = self.drafter.decode
+        run_layers = self.drafter.run_layers
 
-        def recorded_decode(fused, ends, positions, mask, cache=None):
-            predicted = decode(fused, ends, positions, mask, cache)
+        def recorded_layers(fused, ends, positions, mask, cache=None):
+            predicted = run_layers(fused, ends, positions, mask, cache)
             if cache is not None:
                 self.predictions.append(predicted.view(-1, self.size, HIDDEN) if self.drafted else predicted)
             return predicted
 
-        monkeypatch.setattr(self.drafter, "decode", recorded_decode)
+        monkeypatch.setattr(self.drafter, "run_layers", recorded_layers)
         grow = self.generator._grow
 
         def recorded_grow(*args):
@@ -74,7 +73,7 @@ class Drafting:
 
     def propose(self, max_depth=100):
         with torch.no_grad():
-            return self.generator.propose(self.tokens[0, self.generator._committed, None], max_depth)
+            return self.generator.propose(self.tokens[:, : self.generator._committed + 1], max_depth)
 
     def whole(self, features, next_tokens):
         """The training forward, cut into blocks from the right."""
@@ -359,7 +358,7 @@ def test_padding_changes_nothing(target):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("changes", [{}, {"num_lstm_layers": 0, "draft_vocab_size": 20, "block_size": 3}])
 def test_round_trip(target, tmp_path, dtype, changes):
-    drafter = tiny_drafter(target, **changes).to(dtype)
+    drafter = new_drafter(target, **changes).to(dtype)
     options = {"num_assistant_tokens": 7, "draft_tree": [[0], [1], [0, 0]], "draft_width": 3}
     for name, value in options.items():
         setattr(drafter.generation_config, name, value)
@@ -387,7 +386,7 @@ def test_round_trip(target, tmp_path, dtype, changes):
 
 
 def test_saved_in_float32_loaded_in_bfloat16(target, tmp_path):
-    drafter = tiny_drafter(target, draft_vocab_size=20)
+    drafter = new_drafter(target, draft_vocab_size=20)
     drafter.save_pretrained(tmp_path)
     loaded = FalconDraftModel.from_pretrained(tmp_path, dtype=torch.bfloat16)
     assert loaded.dtype == torch.bfloat16 and loaded.draft_vocab_ids.dtype == torch.int64
@@ -395,7 +394,7 @@ def test_saved_in_float32_loaded_in_bfloat16(target, tmp_path):
 
 
 def edited_checkpoint(folder, target, edit, **config_changes):
-    tiny_drafter(target).save_pretrained(folder)
+    new_drafter(target).save_pretrained(folder)
     file = folder / "model.safetensors"
     tensors = load_file(file)
     edit(tensors)
@@ -473,10 +472,11 @@ def test_config_from_targets_without_some_fields(kind):
 
 def test_layers_that_the_target_lacks(target):
     with pytest.raises(ValueError, match=r"`feature_layers` is \[2\], but LlamaForCausalLM has 2 decoder layers"):
-        FalconCandidateGenerator(tiny_drafter(target, feature_layers=[2]), target)
+        FalconCandidateGenerator(new_drafter(target, feature_layers=[2]), target)
 
 
-def test_config_from_target(target):
+def test_config_from_target():
+    target = new_target(bos_token_id=1, eos_token_id=2)
     config = FalconDraftConfig.from_target(target, block_size=3)
     assert (config.block_size, config.hidden_size, config.vocab_size) == (3, HIDDEN, VOCAB)
     assert (config.num_attention_heads, config.num_key_value_heads) == (4, 2)
@@ -513,17 +513,17 @@ def test_drafters_of_large_targets_are_narrower(target_sizes, sizes):
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "granite", "cohere", "gpt2", "opt"])
 def test_borrowed_head_gives_the_targets_logits(kind):
-    target = tiny_target(kind)
+    target = new_target(kind, **({"final_logit_softcapping": 3.0} if kind == "gemma2" else {}))
     tokens = random_tokens(2, 9)
     features = target_features(target, tokens, torch.ones_like(tokens, dtype=torch.bool))
     with torch.no_grad():
         expected = target(tokens).logits
-    head = TargetHead(tiny_drafter(target), target)
+    head = TargetHead(new_drafter(target), target)
     close(head.logits(features), expected, 1e-4)
     assert torch.equal(head.to_target_ids(torch.arange(VOCAB)), torch.arange(VOCAB))
     close(head.embed(tokens), target.get_input_embeddings()(tokens).detach())
 
-    drafter = tiny_drafter(target, draft_vocab_size=20)
+    drafter = new_drafter(target, draft_vocab_size=20)
     head = TargetHead(drafter, target)
     close(head.logits(features), expected[..., drafter.draft_vocab_ids], 1e-4)
     assert torch.equal(head.to_target_ids(torch.arange(20)), drafter.draft_vocab_ids)
@@ -538,7 +538,7 @@ def test_borrowed_head_gives_the_targets_logits(kind):
     ],
 )
 def test_wrong_target(target, kind, changes, message):
-    drafter, wrong = tiny_drafter(target), tiny_target(kind, **changes)
+    drafter, wrong = new_drafter(target), new_target(kind, **changes)
     with pytest.raises(ValueError, match=f"{message}.*Use that target, or train a drafter for this one"):
         TargetHead(drafter, wrong)
     with pytest.raises(ValueError, match=message):
@@ -547,7 +547,7 @@ def test_wrong_target(target, kind, changes, message):
 
 def test_other_weights_warn_once_and_work(target, caplog):
     decoding.logger.warning_once.cache_clear()
-    drafter, other, prompt = tiny_drafter(target), tiny_target(seed=9), random_tokens(1, 6)
+    drafter, other, prompt = new_drafter(target), new_target(seed=9), random_tokens(1, 6)
     options = {"max_new_tokens": 8, "do_sample": False}
 
     def warnings(model):
@@ -565,7 +565,7 @@ def test_other_weights_warn_once_and_work(target, caplog):
 
 def test_weights_are_compared_once(target, monkeypatch):
     """It takes as long as a tenth of a step of a small target."""
-    drafter, compared = tiny_drafter(target), []
+    drafter, compared = new_drafter(target), []
     monkeypatch.setattr(decoding, "was_trained_for", lambda *models: compared.append(models) or True)
     for _ in range(2):
         target.generate(random_tokens(1, 6), assistant_model=drafter, max_new_tokens=4, do_sample=False)
@@ -581,7 +581,7 @@ def test_a_call_that_can_draft_nothing_asks_nothing_of_the_drafter(rows, target,
 
     monkeypatch.setattr(FalconCandidateGenerator, "commit", refuse)
     monkeypatch.setattr(borrowed_head, "_parameters_of", refuse)
-    drafter, prompt = tiny_drafter(target), random_tokens(rows, 6)
+    drafter, prompt = new_drafter(target), random_tokens(rows, 6)
     for tokens in (1, 2):
         expected = target.generate(prompt, max_new_tokens=tokens, do_sample=False)
         found = target.generate(prompt, assistant_model=drafter, max_new_tokens=tokens, do_sample=False)
@@ -591,7 +591,7 @@ def test_a_call_that_can_draft_nothing_asks_nothing_of_the_drafter(rows, target,
 
 
 def test_a_copy_in_bfloat16_is_the_same_target(target):
-    drafter, copy = tiny_drafter(target), tiny_target().to(torch.bfloat16)
+    drafter, copy = new_drafter(target), new_target().to(torch.bfloat16)
     assert was_trained_for(drafter, copy)
     # And the other way round: made from the bfloat16 copy, used with the float32 model it came from or went to.
-    assert was_trained_for(tiny_drafter(copy), copy.float()) and was_trained_for(tiny_drafter(copy), target)
+    assert was_trained_for(new_drafter(copy), copy.float()) and was_trained_for(new_drafter(copy), target)

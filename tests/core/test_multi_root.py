@@ -1,10 +1,9 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """Several roots a round: biased, but every token is one that the target may write there."""
 
-import draft_fixtures
 import pytest
 import torch
-from tiny_models import prompt, tiny_drafter, tiny_target
+from tiny_models import new_drafter, new_target, prompt, random_tokens, tiny_drafter, tiny_target
 from transformers.generation.streamers import BaseStreamer
 
 from hf_falcon.core import sampling as multi_root
@@ -59,15 +58,15 @@ class Collected(BaseStreamer):
 @pytest.fixture(scope="module")
 def few_tokens():
     """A target of so few tokens that any drafter foresees some of them."""
-    return draft_fixtures.tiny_target(vocab_size=6, eos_token_id=None)
+    return new_target(vocab_size=6)
 
 
 @pytest.mark.parametrize(
     "kind", [{"block_size": 1, "num_lstm_layers": 0}, {"block_size": 2}, {"conditioning_size": 24}]
 )
 def test_tokens_are_ones_that_the_target_may_write(few_tokens, kind):
-    target, ids = few_tokens, 1 + draft_fixtures.random_tokens(1, 9) % 5
-    drafter = draft_fixtures.tiny_drafter(target, **kind)
+    target, ids = few_tokens, 1 + random_tokens(1, 9) % 5
+    drafter = new_drafter(target, **kind)
     for verification in ("exact", "multi_root"):
         set_options(drafter, verification=verification, num_draft_passes=2)
         streamer = Collected()
@@ -110,8 +109,8 @@ def test_the_root_is_kept_that_most_is_accepted_behind(few_tokens, monkeypatch):
 
     monkeypatch.setattr(multi_root, "verify", verified)
     monkeypatch.setattr(StatisticsRecorder, "add_round", counted)
-    ids = 1 + draft_fixtures.random_tokens(1, 9) % 5
-    drafter = draft_fixtures.tiny_drafter(few_tokens, block_size=1, num_lstm_layers=0)
+    ids = 1 + random_tokens(1, 9) % 5
+    drafter = new_drafter(few_tokens, block_size=1, num_lstm_layers=0)
     set_options(drafter, num_assistant_tokens=40)
     torch.manual_seed(0)
     settings = {"max_new_tokens": 60, "do_sample": True, "temperature": 3.0}
@@ -127,8 +126,8 @@ def test_the_root_is_kept_that_most_is_accepted_behind(few_tokens, monkeypatch):
 
 def test_a_tree_of_all_tokens_is_walked_to_its_end(few_tokens):
     """Behind every root, whichever is chosen."""
-    target, ids = few_tokens, 1 + draft_fixtures.random_tokens(1, 9) % 5
-    drafter = draft_fixtures.tiny_drafter(target, block_size=1, num_lstm_layers=0)
+    target, ids = few_tokens, 1 + random_tokens(1, 9) % 5
+    drafter = new_drafter(target, block_size=1, num_lstm_layers=0)
     set_options(drafter, num_assistant_tokens=300, draft_top_k=6, draft_width=36, num_draft_passes=2)
     set_options(drafter, assistant_confidence_threshold=0.0)
     settings = {"max_new_tokens": 37, "do_sample": True, "return_dict_in_generate": True}
@@ -139,8 +138,8 @@ def test_a_tree_of_all_tokens_is_walked_to_its_end(few_tokens):
 
 
 def test_the_text_ends_where_it_should(few_tokens):
-    target, ids = few_tokens, 1 + draft_fixtures.random_tokens(1, 9) % 5
-    drafter = draft_fixtures.tiny_drafter(target, block_size=1, num_lstm_layers=0)
+    target, ids = few_tokens, 1 + random_tokens(1, 9) % 5
+    drafter = new_drafter(target, block_size=1, num_lstm_layers=0)
     set_options(drafter)
     lengths = set()
     for seed in range(12):
@@ -153,9 +152,9 @@ def test_the_text_ends_where_it_should(few_tokens):
 
 
 def test_warns_of_the_bias_once(few_tokens, warnings_given):
-    drafter = draft_fixtures.tiny_drafter(few_tokens)
+    drafter = new_drafter(few_tokens)
     set_options(drafter)
-    ids = 1 + draft_fixtures.random_tokens(1, 9) % 5
+    ids = 1 + random_tokens(1, 9) % 5
     few_tokens.generate(ids, assistant_model=drafter, max_new_tokens=4, do_sample=False)
     assert not any("biased" in message for message in warnings_given())
     for _ in range(2):

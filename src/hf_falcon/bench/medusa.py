@@ -47,10 +47,10 @@ class MedusaLikeModel(FalconDraftModel):
         """See [`FalconDraftModel.fuse`]; the tokens are not read."""
         return self._normalise(features), None
 
-    def decode(
+    def run_layers(
         self, fused: Tensor, ends: Tensor, position_ids: Tensor, mask: Tensor, cache: KeyValueCache | None = None
     ) -> Tensor:
-        """See [`FalconDraftModel.decode`]; each position reads the end of its block alone."""
+        """See [`FalconDraftModel.run_layers`]; each position reads the end of its block alone."""
         place = self.config.block_size - 1 - (ends - torch.arange(fused.shape[1], device=fused.device))
         batch = torch.arange(ends.shape[0], device=fused.device)[:, None]
         heads = F.silu(self.heads(fused).unflatten(-1, (self.config.block_size, -1)))

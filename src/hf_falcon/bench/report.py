@@ -6,7 +6,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from ..commands.report import aligned
+from .tables import aligned
 
 Row = dict[str, Any]
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import itertools
-import resource
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -168,6 +167,13 @@ def peak_memory_mb(device: torch.device) -> float:
     """Most memory in use: of the device on CUDA since it was last reset, else of the process since it began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
+    try:
+        import resource
+    except ImportError:
+        # Windows.
+        import psutil
+
+        return psutil.Process().memory_info().peak_wset / 1e6
     # Kilobytes on Linux, bytes on macOS.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6

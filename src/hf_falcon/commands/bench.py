@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, HfArgumentParser, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from ..bench import report
 from ..bench.decision import DecisionModel
@@ -38,7 +38,9 @@ from .models import (
     resolve_device,
     resolve_dtype,
     shipped_folder,
+    source_named,
 )
+from .run_arguments import CommandParser, at_least
 
 
 @dataclass
@@ -98,13 +100,7 @@ class BenchArguments:
     output: str = field(default="bench", metadata={"help": "Folder of the traces and the report."})
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; give 1 or more.")
-        for name in ("limit", "max_turns"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` is {value}; give 1 or more.")
+        at_least(self, 1, "max_new_tokens", "repeats", "limit", "max_turns")
         if self.temperature < 0:
             raise ValueError(f"`temperature` is {self.temperature}; give 0 (greedy) or more.")
         if self.scaled is not None and self.scaled not in SHAPES:
@@ -136,7 +132,7 @@ class BenchArguments:
 
 def main(argv: list[str]) -> int:
     """Runs the benchmark. In float32, returns 1 if any method's tokens are not plain decoding's."""
-    parser = HfArgumentParser(BenchArguments, prog="hf-falcon bench", description=__doc__)
+    parser = CommandParser(BenchArguments, prog="hf-falcon bench", description=__doc__)
     arguments = BenchArguments(**vars(parser.parse_args(argv)))
     data = {
         Path(source).stem: [turns[: arguments.max_turns] for turns in read_turns(source, arguments.limit)]
@@ -215,7 +211,8 @@ def _load(
             drafter = MedusaLikeModel.from_pretrained(medusa_like, dtype=dtype)
         models.drafters["medusa_like"] = drafter.to(device).eval()
     if arguments.draft_model is not None:
-        draft_model = AutoModelForCausalLM.from_pretrained(arguments.draft_model, dtype=dtype)
+        with source_named("draft_model", arguments.draft_model):
+            draft_model = AutoModelForCausalLM.from_pretrained(arguments.draft_model, dtype=dtype)
         models.draft_model = draft_model.to(device).eval()
     if arguments.decision is not None:
         models.decision = DecisionModel.load(arguments.decision)

@@ -1,20 +1,27 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
 `hf-falcon chat`: a conversation in the terminal, with the speed and the acceptance of each reply while it is written.
-Ctrl-C stops a reply; an empty line, `exit` or Ctrl-D the chat.
+Ctrl-C stops a reply. `/help` lists the commands of the chat; an empty line, `/exit` or Ctrl-D ends it.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 from dataclasses import dataclass, field
 from types import TracebackType
 
-from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .generate import DecodingArguments, Reply, show
+from .run_arguments import CommandParser
+
+_HELP = """/help    show this list
+/clear   forget the conversation, and start again
+/exit    end the chat; so do /quit, exit, quit, an empty line and Ctrl-D
+Ctrl-C   stop the reply that is being written, or forget the line that is being typed"""
 
 
 @dataclass
@@ -75,17 +82,27 @@ def converse(
     """
     if tokenizer.chat_template is None:
         raise ValueError("The target has no chat template: use a target for chats, or `hf-falcon generate`.")
-    messages = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+    first = [] if arguments.system is None else [{"role": "system", "content": arguments.system}]
+    messages = list(first)
     while True:
         try:
             text = input("\n> ").strip()
         except EOFError:
             break
         except KeyboardInterrupt:
-            # Of a line that is being typed: forget it.
+            # While a line is being typed: forget the line.
             continue
-        if text in ("", "exit", "/exit"):
+        if text in ("", "exit", "quit", "/exit", "/quit"):
             break
+        if text == "/clear":
+            messages = list(first)
+            print("The conversation is forgotten.", file=sys.stderr)
+            continue
+        # One word: "/etc/hosts is a file" is a message.
+        if re.fullmatch(r"/\w*", text):
+            known = text in ("/", "/help")
+            print(_HELP if known else f"There is no command {text}.\n{_HELP}", file=sys.stderr)
+            continue
         messages.append({"role": "user", "content": text})
         text, gain = answer(target, tokenizer, drafter, messages, arguments)
         messages.append({"role": "assistant", "content": text})
@@ -101,7 +118,7 @@ def answer(
     messages: list[dict[str, str]],
     arguments: ChatArguments,
 ) -> tuple[str, str]:
-    """Writes the reply to a conversation. Returns it, or what there was of it at an interrupt, and what was gained."""
+    """Writes the reply to a conversation. Returns the reply, up to an interrupt, and its speed and acceptance."""
     inputs = tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
     ).to(target.device)
@@ -122,9 +139,9 @@ def answer(
 
 def main(argv: list[str]) -> int:
     """Runs `hf-falcon chat`."""
-    parser = HfArgumentParser(ChatArguments, prog="hf-falcon chat", description=__doc__)
+    parser = CommandParser(ChatArguments, prog="hf-falcon chat", description=__doc__)
     arguments = ChatArguments(**vars(parser.parse_args(argv)))
     target, tokenizer, drafter = arguments.load()
-    print("Ctrl-C stops a reply; an empty line, `exit` or Ctrl-D ends the chat.", file=sys.stderr)
+    print("Ctrl-C stops a reply; /help lists the commands; /exit ends the chat.", file=sys.stderr)
     converse(target, tokenizer, drafter, arguments)
     return 0

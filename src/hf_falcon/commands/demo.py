@@ -14,11 +14,12 @@ from functools import partial
 from typing import Any
 
 import torch
-from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from ..bench.runner import timed
 from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
 from .report import Row, run_order, summary, table
+from .run_arguments import CommandParser, at_least
 
 PROMPTS = {
     "chat": "My sister moves to a small town by the sea next month and worries about feeling lonely there. "
@@ -41,10 +42,11 @@ class DemoArguments:
         default=None, metadata={"help": "Target, from the Hub or a folder. By default SmolLM2-135M-Instruct."}
     )
     drafter: str | None = field(
-        default=None, metadata={"help": "Drafter, from the Hub or a folder. By default the one that comes along."}
+        default=None,
+        metadata={"help": "Drafter, from the Hub or a folder. By default the one for SmolLM2-135M-Instruct."},
     )
     prompt: list[str] | None = field(
-        default=None, metadata={"help": "Prompts of one's own, in place of the three.", "action": "extend"}
+        default=None, metadata={"help": "Your own prompts, in place of the three of the demo.", "action": "extend"}
     )
     max_new_tokens: int = field(default=128, metadata={"help": "New tokens a prompt, at most."})
     num_assistant_tokens: int | None = field(
@@ -59,9 +61,7 @@ class DemoArguments:
     json: bool = field(default=False, metadata={"help": "Print the measurements as one JSON object, nothing else."})
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "repeats"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"`{name}` is {getattr(self, name)}; give 1 or more.")
+        at_least(self, 1, "max_new_tokens", "repeats", "num_assistant_tokens")
 
 
 def generate(
@@ -85,7 +85,7 @@ def generate(
 def tau_and_alpha(output: Any) -> tuple[float, float]:
     """The acceptance that a `generate` output with `draft_statistics` carries."""
     if getattr(output, "draft_statistics", None) is None:
-        raise ValueError("The target was decoded without the drafter, for the reason that the warning above gives.")
+        raise ValueError("The target was decoded plainly, without the drafter: the warning above says why.")
     return float(output.draft_statistics["tau"]), float(output.draft_statistics["alpha"])
 
 
@@ -199,7 +199,7 @@ def identical_in_fp32(arguments: DemoArguments, prompts: dict[str, str], device:
 
 def main(argv: list[str]) -> int:
     """Runs the demo. Returns 1 if any text differs in float32, else 0."""
-    parser = HfArgumentParser(DemoArguments, prog="hf-falcon demo", description=__doc__)
+    parser = CommandParser(DemoArguments, prog="hf-falcon demo", description=__doc__)
     arguments = DemoArguments(**vars(parser.parse_args(argv)))
     device = resolve_device(arguments.device)
     dtype = resolve_dtype(arguments.dtype, device)
@@ -216,11 +216,11 @@ def main(argv: list[str]) -> int:
         rows.append(measure(*models, name, prompt, arguments))
     del models
     if dtype != torch.float32:
-        # Rounding can part equal texts in a smaller dtype: only float32 tells whether the drafter changed anything.
-        parted = [row.name for row in rows if not row.identical]
-        if parted:
-            note(f"Rounding in {dtype_name} parts the texts of: {', '.join(parted)}.")
-        note("Checking in float32 that both texts are identical.")
+        # In a smaller dtype rounding can make equal outputs diverge: only float32 shows whether the drafter did.
+        diverging = [row.name for row in rows if not row.identical]
+        if diverging:
+            note(f"By rounding in {dtype_name}, outputs diverge for: {', '.join(diverging)}.")
+        note("Checking in float32 that both outputs are identical.")
         for row, identical in zip(rows, identical_in_fp32(arguments, prompts, device)):
             row.identical = identical
 
@@ -229,5 +229,5 @@ def main(argv: list[str]) -> int:
         print(json.dumps(result))
     else:
         verdict = "identical in float32" if result["identical"] else "NOT identical in float32"
-        print(f"\n{table(rows)}\n\nspeed-up {result['speedup']:.2f}, texts {verdict}")
+        print(f"\n{table(rows)}\n\nspeed-up {result['speedup']:.2f}, outputs {verdict}")
     return 0 if result["identical"] else 1

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""`hf-falcon evaluate`: what share of a drafter's tokens a target accepts, on files of prompts."""
+"""`hf-falcon evaluate`: how many of a drafter's tokens a target accepts, on files of prompts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..bench.divergence import first_divergence
 from ..bench.prompts import read_turns
+from ..bench.tables import aligned
 from ..core.draft_options import DraftOptions
+from ..core.target_support import unsupported_reason
 from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
+from .run_arguments import CommandParser, at_least
 
 
 @dataclass
@@ -32,12 +35,12 @@ class EvaluateArguments:
         max_new_tokens (`int`, *optional*, defaults to 128): new tokens a prompt, at most.
         limit (`int`, *optional*): prompts of each file, from the start.
         check (`bool`, *optional*, defaults to `False`):
-            decode plainly, too, and say at which token, and by what gap of logits, outputs part from it.
+            also decode plainly, and report at which token, and by what gap of logits, outputs diverge from it.
 
     > Parameters that control the drafting, in place of the drafter's own
 
-    What is measured is the drafter, on any machine the same: by default it drafts a tree of one size every round, and
-    nothing is looked up in the context.
+    The result depends on the drafter and not on the machine: by default it drafts a tree of one size every round, and
+    prompt lookup is off.
 
     Args:
         num_assistant_tokens, num_draft_passes, draft_top_k, draft_width, draft_tree, assistant_confidence_threshold,
@@ -52,7 +55,7 @@ class EvaluateArguments:
     drafter: str | None = field(default=None, metadata={"help": "Drafter, from the Hub or a folder."})
     max_new_tokens: int = field(default=128, metadata={"help": "New tokens a prompt, at most."})
     limit: int | None = field(default=None, metadata={"help": "Prompts of each file."})
-    check: bool = field(default=False, metadata={"help": "Decode plainly, too, and say where outputs part."})
+    check: bool = field(default=False, metadata={"help": "Also decode plainly, and report where outputs diverge."})
     num_assistant_tokens: int | None = field(default=None, metadata={"help": "Node budget of a tree."})
     num_draft_passes: int | None = field(default=None, metadata={"help": "Draft passes a round, at most."})
     draft_top_k: int | None = field(default=None, metadata={"help": "Children of a node, at most; 1 is a chain."})
@@ -64,12 +67,13 @@ class EvaluateArguments:
     num_assistant_tokens_schedule: str = field(
         default="constant", metadata={"help": "'constant', or 'heuristic': what pays on this machine."}
     )
-    prompt_lookup_num_tokens: int = field(
-        default=0, metadata={"help": "Tokens that are looked up in the context, at most."}
-    )
+    prompt_lookup_num_tokens: int = field(default=0, metadata={"help": "Tokens of prompt lookup, at most; 0 is off."})
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
     json: bool = field(default=False, metadata={"help": "Print the result as one JSON object, nothing else."})
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "limit", "max_new_tokens", "num_assistant_tokens")
 
 
 def measure_acceptance(
@@ -83,12 +87,18 @@ def measure_acceptance(
     counts = {"rounds": 0, "drafted_tokens": 0, "accepted_tokens": 0, "new_tokens": 0}
     by_depth: list[int] = []
     near_ties = 0
-    partings: list[dict[str, Any]] = []
+    divergences: list[dict[str, Any]] = []
     for number, prompt in enumerate(tqdm(prompts, unit="prompt", leave=False)):
         inputs = encode(tokenizer, prompt, target.device)
         options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
         output = target.generate(**inputs, **options, assistant_model=drafter, return_dict_in_generate=True)
         found = output.draft_statistics
+        if found is None:
+            reason = unsupported_reason(target, inputs["input_ids"], target.generation_config, {})
+            raise ValueError(
+                f"{type(target).__name__} is decoded plainly, without the drafter, so there is no acceptance to "
+                f"measure: {reason or 'see the warning above'}. Give another `target`."
+            )
         for name in counts:
             counts[name] += found[name]
         by_depth += [0] * (len(found.accepted_by_depth) - len(by_depth))
@@ -98,23 +108,45 @@ def measure_acceptance(
         if arguments.check:
             start = inputs["input_ids"].shape[1]
             texts = [each[0, start:].tolist() for each in (target.generate(**inputs, **options), output.sequences)]
-            parted = first_divergence(target, inputs["input_ids"], *texts)
-            if parted is not None:
-                partings.append({"prompt": number, **parted._asdict()})
+            diverging = first_divergence(target, inputs["input_ids"], *texts)
+            if diverging is not None:
+                divergences.append({"prompt": number, **diverging._asdict()})
+    tau = counts["accepted_tokens"] / max(1, counts["rounds"])
     result: dict[str, Any] = {
         "prompts": len(prompts),
         **counts,
-        "tau": counts["accepted_tokens"] / max(1, counts["rounds"]),
+        "tokens_a_round": 1 + tau,
+        "tau": tau,
         "alpha": counts["accepted_tokens"] / max(1, counts["new_tokens"]),
         "accepted_by_depth": [count / max(1, counts["rounds"]) for count in by_depth],
         "near_ties": near_ties,
     }
-    return {**result, "identical": len(prompts) - len(partings), "partings": partings} if arguments.check else result
+    if arguments.check:
+        result |= {"identical": len(prompts) - len(divergences), "divergences": divergences}
+    return result
+
+
+def table(results: dict[str, dict[str, Any]]) -> str:
+    """The results of [`measure_acceptance`] by data set, as aligned text."""
+    cells = [["data", "prompts", "tokens/round", "tau", "alpha", "identical", "accepted by depth"]]
+    for name, found in results.items():
+        cells.append(
+            [
+                name,
+                str(found["prompts"]),
+                f"{found['tokens_a_round']:.2f}",
+                f"{found['tau']:.2f}",
+                f"{100 * found['alpha']:.1f} %",
+                f"{found['identical']}/{found['prompts']}" if "identical" in found else "-",
+                " ".join(f"{share:.2f}" for share in found["accepted_by_depth"]),
+            ]
+        )
+    return aligned(cells)
 
 
 def main(argv: list[str]) -> int:
     """Runs `hf-falcon evaluate`. With `--check` in float32, returns 1 if any output differs."""
-    parser = HfArgumentParser(EvaluateArguments, prog="hf-falcon evaluate", description=__doc__)
+    parser = CommandParser(EvaluateArguments, prog="hf-falcon evaluate", description=__doc__)
     arguments = EvaluateArguments(**vars(parser.parse_args(argv)))
     files = {path: [turns[0] for turns in read_turns(path, arguments.limit)] for path in arguments.data}
     device = resolve_device(arguments.device)
@@ -138,19 +170,13 @@ def main(argv: list[str]) -> int:
             f"{options.draft_tree} tree of {options.num_assistant_tokens} nodes, at most {options.num_draft_passes} "
             f"passes, greedy, {arguments.max_new_tokens} tokens, {str(dtype).removeprefix('torch.')}"
         )
-        print(f"{'data':<14}{'prompts':>8}{'tau':>7}{'alpha':>8}{'identical':>11}   accepted by depth")
+        print(table(results))
+        print("tokens/round: tau + 1, the acceptance length. tau: accepted draft tokens a round; alpha: their share.")
+        if dtype != torch.float32 and any(result.get("divergences") for result in results.values()):
+            print("Rounding decides between tokens that are almost equally likely. In float32 no output may diverge.")
         for name, result in results.items():
-            share = f"{result['identical']}/{result['prompts']}" if arguments.check else "-"
-            depths = " ".join(f"{value:.2f}" for value in result["accepted_by_depth"])
-            print(
-                f"{name:<14}{result['prompts']:>8}{result['tau']:>7.2f}{100 * result['alpha']:>6.1f} %"
-                f"{share:>11}   {depths}"
-            )
-        if dtype != torch.float32 and any(result.get("partings") for result in results.values()):
-            print("Rounding parts texts where two tokens are almost equally likely. In float32 none may part.")
-        for name, result in results.items():
-            for each in result.get("partings", ()):
-                gap = "one of them ends" if each["gap"] is None else f"logit gap {each['gap']:.3g}"
-                print(f"{name}, prompt {each['prompt']}: parts from plain decoding at token {each['token']}, {gap}")
+            for each in result.get("divergences", ()):
+                gap = "one of the outputs ends" if each["gap"] is None else f"logit gap {each['gap']:.3g}"
+                print(f"{name}, prompt {each['prompt']}: diverges from plain decoding at token {each['token']}, {gap}")
     differs = arguments.check and any(result["identical"] < result["prompts"] for result in results.values())
     return 1 if differs and dtype == torch.float32 else 0

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -10,12 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from transformers import HfArgumentParser, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, set_seed
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, set_seed
 
 from ..core.statistics import DraftStatistics
 from ..cpu.compiling import compile_rounds
 from ..cpu.packing import pack_weights
 from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
+from .run_arguments import CommandParser, at_least
 
 
 @dataclass
@@ -26,13 +28,18 @@ class DecodingArguments:
         default=None, metadata={"help": "Target, from the Hub or a folder. By default SmolLM2-135M-Instruct."}
     )
     drafter: str | None = field(
-        default=None, metadata={"help": "Drafter, from the Hub or a folder. By default the one that comes along."}
+        default=None,
+        metadata={"help": "Drafter, from the Hub or a folder. By default the one for SmolLM2-135M-Instruct."},
     )
     plain: bool = field(default=False, metadata={"help": "Decode without the drafter."})
     max_new_tokens: int = field(default=512, metadata={"help": "New tokens of a text, at most."})
-    do_sample: bool = field(default=False, metadata={"help": "Sample, instead of the most probable token."})
-    temperature: float = field(default=1.0, metadata={"help": "Temperature of sampling."})
-    top_p: float = field(default=1.0, metadata={"help": "Sample from the tokens that have this much probability."})
+    do_sample: bool = field(default=False, metadata={"help": "Sample; by default the most probable token is chosen."})
+    temperature: float | None = field(
+        default=None, metadata={"help": "Sample at this temperature; 0 chooses the most probable token."}
+    )
+    top_p: float | None = field(
+        default=None, metadata={"help": "Sample from the most probable tokens that have this probability together."}
+    )
     seed: int | None = field(default=None, metadata={"help": "Seed of sampling."})
     dtype: str = field(
         default="auto", metadata={"help": "auto (the fastest on the device), float32, bfloat16 or float16."}
@@ -46,8 +53,17 @@ class DecodingArguments:
     def __post_init__(self) -> None:
         if self.compile and self.plain:
             raise ValueError("`compile` is for rounds, and with `plain` there are none: leave one of the two out.")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"`max_new_tokens` is {self.max_new_tokens}; give 1 or more.")
+        at_least(self, 1, "max_new_tokens")
+        if self.temperature is not None and not 0 <= self.temperature < math.inf:
+            raise ValueError(f"`temperature` is {self.temperature}; give 0 (the most probable token) or more.")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"`top_p` is {self.top_p}; give a number above 0 and at most 1.")
+        if self.temperature == 0 and (self.do_sample or self.top_p is not None):
+            raise ValueError(
+                "`temperature` is 0, which does not sample: leave out `do_sample` and `top_p`, or raise it."
+            )
+        # A temperature is for sampling, and nothing else.
+        self.do_sample = self.do_sample or bool(self.temperature) or self.top_p is not None
         if self.seed is not None:
             set_seed(self.seed)
 
@@ -61,24 +77,28 @@ class DecodingArguments:
             for model in filter(None, (target, drafter)):
                 pack_weights(model)
         if self.compile:
+            print("Compiling rounds, which can take minutes.", file=sys.stderr, flush=True)
             compile_rounds(target, drafter=drafter)
         return target, tokenizer, drafter
 
     def options(self) -> dict[str, Any]:
-        """What `generate` is called with."""
-        sampling = {"temperature": self.temperature, "top_p": self.top_p} if self.do_sample else {}
-        return {"max_new_tokens": self.max_new_tokens, "do_sample": self.do_sample, **sampling}
+        """The keyword arguments of `generate`."""
+        options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": self.do_sample}
+        if self.do_sample:
+            options["temperature"] = 1.0 if self.temperature is None else self.temperature
+            options["top_p"] = 1.0 if self.top_p is None else self.top_p
+        return options
 
 
 @dataclass
 class GenerateArguments(DecodingArguments):
     """Arguments of `hf-falcon generate`; `help` describes each."""
 
-    prompt: str = field(default="", metadata={"help": "What to answer or to go on from; from stdin if left out."})
+    prompt: str = field(default="", metadata={"help": "Text to answer or continue; read from stdin if left out."})
 
 
 class _Writer(TextStreamer):
-    """Hands on each piece of text, keeps all of it, and counts tokens; a drafted one needs no forward of its own."""
+    """Passes on each piece of text, keeps all of it, and counts tokens. A drafted token has no forward of its own."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Callable[[str], None]) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
@@ -135,7 +155,7 @@ class Reply:
 
     @property
     def gain(self) -> str:
-        """The speed and the acceptance so far, in words."""
+        """The speed and the acceptance so far, in words. Tokens a round are tau + 1, the acceptance length."""
         tokens, drafted = self._writer.tokens, self._writer.drafted
         seconds = self._seconds or time.perf_counter() - self._start
         speed = f"{tokens} tokens, {tokens / seconds:.1f} tokens/s"
@@ -145,10 +165,10 @@ class Reply:
         tau, alpha = drafted / max(1, tokens - drafted - 1), drafted / max(1, tokens)
         if self._statistics is not None:
             tau, alpha = self._statistics.tau or 0.0, self._statistics.alpha or 0.0
-        return f"{speed}, tau {tau:.2f}, {100 * alpha:.0f} % of them drafted"
+        return f"{speed}, {tau + 1:.2f} tokens a round, {100 * alpha:.0f} % drafted"
 
     def stop(self) -> None:
-        """Writes what an interrupt left unwritten: a streamer holds back the last word until it is whole."""
+        """After an interrupt, writes the last word: a streamer holds it back until it is complete."""
         self._writer.end()
 
     def run(self, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> None:
@@ -176,15 +196,20 @@ def show(text: str) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Runs `hf-falcon generate`: the text goes to stdout, its speed to stderr."""
-    parser = HfArgumentParser(GenerateArguments, prog="hf-falcon generate", description=__doc__)
+    """Runs `hf-falcon generate`: the text goes to stdout, its speed to stderr. Ctrl-C stops the text."""
+    parser = CommandParser(GenerateArguments, prog="hf-falcon generate", description=__doc__)
     arguments = GenerateArguments(**vars(parser.parse_args(argv)))
     prompt = arguments.prompt or sys.stdin.read()
     if not prompt.strip():
         raise ValueError("`prompt` is empty: give `--prompt TEXT`, or a text on stdin.")
     target, tokenizer, drafter = arguments.load()
     reply = Reply(target, drafter, tokenizer, show)
-    reply.run(encode(tokenizer, prompt, target.device), arguments.options())
-    print()
-    print(f"[{reply.gain}]", file=sys.stderr)
-    return 0
+    inputs, status, stopped = encode(tokenizer, prompt, target.device), 0, ""
+    try:
+        reply.run(inputs, arguments.options())
+    except KeyboardInterrupt:
+        reply.stop()
+        status, stopped = 130, "stopped: "
+    print(flush=True)
+    print(f"[{stopped}{reply.gain}]", file=sys.stderr)
+    return status

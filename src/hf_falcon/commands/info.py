@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi, ModelCard
 from huggingface_hub.errors import EntryNotFoundError
-from transformers import HfArgumentParser
 from transformers import initialization as init
 
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import FalconDraftModel
+from .run_arguments import CommandParser
 
 
 @dataclass
@@ -69,7 +69,7 @@ def describe(repository: str, revision: str | None = None) -> dict[str, Any]:
 
 def main(argv: list[str]) -> int:
     """Runs `hf-falcon info`."""
-    parser = HfArgumentParser(InfoArguments, prog="hf-falcon info", description=__doc__)
+    parser = CommandParser(InfoArguments, prog="hf-falcon info", description=__doc__)
     parser.add_argument("repository", help="Repository of the Hub, or a folder.")
     found = vars(parser.parse_args(argv))
     repository = found.pop("repository")

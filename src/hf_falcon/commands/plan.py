@@ -6,10 +6,9 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.trainer_utils import SaveStrategy
 
 from ..core.configuration_falcon_draft import FalconDraftConfig
@@ -18,10 +17,8 @@ from ..training.distillation import chunk_rows
 from ..training.token_file import TokenFile
 from ..training.trainer import DraftSamples, FalconTrainingArguments
 from .architectures import ARCHITECTURES
-from .models import TARGET_NAME, converted_target, resolve_dtype
-
-if TYPE_CHECKING:
-    from .train import DrafterArguments
+from .models import TARGET_NAME, converted_target, resolve_dtype, source_named
+from .train_arguments import DrafterArguments
 
 # Up to six float32 tensors of the size of a chunk of logits live at once.
 _CHUNK_BYTES = 6 * 4
@@ -47,7 +44,7 @@ def describe(
     """
     dtype = resolve_dtype(options.target_dtype or "auto", args.device)
     with torch.device("meta"):
-        target = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(target_folder(options)), dtype=dtype)
+        target = AutoModelForCausalLM.from_config(target_config(options), dtype=dtype)
         drafter = ARCHITECTURES[options.architecture](config)
     check_unrolling(drafter, args.unroll_passes)
     target_size, size = (sum(p.numel() for p in model.parameters()) for model in (target, drafter))
@@ -98,9 +95,11 @@ def describe(
     return "\n".join([*lines, "This is only the plan: leave out `plan` to train."])
 
 
-def target_folder(options: DrafterArguments) -> str:
-    """The folder or name that holds the target's configuration; the demo's target is converted when first used."""
-    return options.target or str(converted_target())
+def target_config(options: DrafterArguments) -> PreTrainedConfig:
+    """The target's configuration. The demo's target is converted when it is first used."""
+    source = options.target or str(converted_target())
+    with source_named("target", source):
+        return AutoConfig.from_pretrained(source)
 
 
 def samples_per_step(args: FalconTrainingArguments) -> int:

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import sys
 
-from transformers import HfArgumentParser
-
 from ..training.dialogues import find_data
 from ..training.prepare import PrepareArguments, prepare, process_state
 from .models import load_target
+from .run_arguments import CommandParser
 
 
 def main(argv: list[str]) -> int:
@@ -19,7 +18,7 @@ def main(argv: list[str]) -> int:
     Returns:
         `int`: 0 when the token file is complete, 130 when interrupted.
     """
-    parser = HfArgumentParser([PrepareArguments], prog="hf-falcon prepare", description=__doc__)
+    parser = CommandParser([PrepareArguments], prog="hf-falcon prepare", description=__doc__)
     (arguments,) = parser.parse_args_into_dataclasses(args=argv)
     # A file that is missing is found before a target is downloaded and loaded.
     find_data(arguments.data)

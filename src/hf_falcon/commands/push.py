@@ -7,12 +7,11 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from transformers import HfArgumentParser
-
 from ..core.checkpoint_files import upload
 from ..core.drafter import FalconDraftModel
 from .card import MARK, render_card
 from .models import no_progress_bars
+from .run_arguments import CommandParser
 
 # What a training leaves beside a drafter that others may want to see.
 _EXTRAS = ("provenance.json", "training.png")
@@ -33,7 +32,7 @@ class PushArguments:
 
 def main(argv: list[str]) -> int:
     """Runs `hf-falcon push`; prints the address of the commit."""
-    parser = HfArgumentParser(PushArguments, prog="hf-falcon push", description=__doc__)
+    parser = CommandParser(PushArguments, prog="hf-falcon push", description=__doc__)
     parser.add_argument("folder", help="Folder of the drafter.")
     parser.add_argument("repository", help="Repository to push to, user/name; made if it is not there.")
     found = vars(parser.parse_args(argv))

@@ -6,6 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..bench.tables import aligned
+
 
 @dataclass
 class Row:
@@ -85,17 +87,6 @@ def table(rows: list[Row]) -> str:
         for row in rows
     ]
     return aligned(cells)
-
-
-def aligned(cells: list[list[str]]) -> str:
-    """Rows of cells in columns, the first one to the left, with a line below the first row."""
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    lines = [
-        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(line[1:], widths[1:]))])
-        for line in cells
-    ]
-    lines.insert(1, "-" * len(lines[0]))
-    return "\n".join(lines)
 
 
 def run_order(repeats: int) -> list[bool]:

@@ -4,22 +4,71 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import dataclasses
 import difflib
+import inspect
 import json
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_type_hints
 
 import yaml
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
 _KINDS = {int: "an integer", float: "a number", string_to_bool: "true or false"}
+_TRAINER = "arguments of transformers' Trainer (see `transformers.TrainingArguments`)"
+# Arguments of Trainer that most runs set: they are listed with the command's own.
+_MOST_USED = {"output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "bf16", "seed"}
 
 
-class _Parser(HfArgumentParser):
-    """Says what is wrong in one line; argparse would print its usage, of several hundred lines, before it."""
+class _HelpFormatter(argparse.HelpFormatter):
+    """
+    Shows an argument's default, where there is a default that its help does not name, and one of its two spellings:
+    `--max-new-tokens` is `--max_new_tokens`, too.
+    """
+
+    def _format_action_invocation(self, action: argparse.Action) -> str:
+        shown = copy.copy(action)
+        shown.option_strings = [name for name in action.option_strings if "-" not in name[2:]]
+        return super()._format_action_invocation(shown if shown.option_strings else action)
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        if "default" in text.lower() or any(action.default is none for none in (None, False, argparse.SUPPRESS)):
+            return text
+        return text if action.default in ("", []) else f"{text} (default: %(default)s)"
+
+
+class CommandParser(HfArgumentParser):
+    """
+    The parser of all commands. Differs from [`~transformers.HfArgumentParser`] in these ways: an argument of ours that
+    is false by default is a flag and takes no value; arguments that a dataclass inherits from transformers are listed
+    last; an error is one line, where argparse prints all arguments first.
+    """
+
+    def __init__(self, dataclass_types: Any = None, **kwargs: Any) -> None:
+        super().__init__(dataclass_types, **{"formatter_class": _HelpFormatter, **kwargs})
+
+    # Private in transformers. If a release renames it, flags take an optional value and the help has one list.
+    def _add_dataclass_arguments(self, dtype: Any) -> None:
+        types = get_type_hints(dtype)
+        trainer: Any = None
+        for field in dataclasses.fields(dtype):
+            if not field.init:
+                continue
+            field.type = types[field.name]
+            owner = next(kind for kind in dtype.__mro__ if field.name in inspect.get_annotations(kind))
+            if owner.__module__.startswith("transformers."):
+                if trainer is None:
+                    trainer = self.add_argument_group(_TRAINER)
+                self._parse_dataclass_field(self if field.name in _MOST_USED else trainer, field)
+            elif field.type is bool and field.default is False:
+                names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
+                self.add_argument(*names, action="store_true", **field.metadata)
+            else:
+                self._parse_dataclass_field(self, field)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (`{self.prog} --help` describes every argument).")
@@ -34,6 +83,19 @@ class _Parser(HfArgumentParser):
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             raise ValueError(f"`{action.dest}` is {value!r}: choose one of {', '.join(map(str, action.choices))}.")
+
+
+def at_least(arguments: Any, least: int, *names: str) -> None:
+    """
+    Refuses numbers that are too small, in the fields `names` of a command's arguments; `None` is not checked.
+
+    Raises:
+        `ValueError`: naming field, value and remedy.
+    """
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise ValueError(f"`{name}` is {value}; give {least} or more.")
 
 
 def parse_run(argv: list[str], types: Iterable[Any], prog: str, description: str | None) -> tuple[Any, ...]:
@@ -52,14 +114,14 @@ def parse_run(argv: list[str], types: Iterable[Any], prog: str, description: str
         `ValueError`: for an unknown key or flag, naming the nearest known one; for a value of the wrong type, naming
             field, value and what to give.
     """
-    parser = _Parser(types, prog=prog, description=description, allow_abbrev=False)
+    parser = CommandParser(types, prog=prog, description=description, allow_abbrev=False)
     parser.add_argument("--config", help="YAML file with any of these arguments; the command line wins over it.")
     # argparse's own usage names every argument: a page of its own before the list that explains them.
     required = [f"--{action.dest} {action.dest.upper()}" for action in parser._actions if action.required]
     parser.usage = " ".join([prog, *required, "[--config CONFIG] [--ARGUMENT VALUE ...]"])
     flags = [flag[2:] for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
 
-    first = _Parser(prog=prog, add_help=False, allow_abbrev=False)
+    first = CommandParser(prog=prog, add_help=False, allow_abbrev=False)
     first.add_argument("--config")
     path = first.parse_known_args(argv)[0].config
     words = argv if path is None else [*_words_of_file(path, parser), f"--config={path}", *argv]
@@ -75,7 +137,7 @@ def parse_run(argv: list[str], types: Iterable[Any], prog: str, description: str
     )
 
 
-def _words_of_file(path: str, parser: _Parser) -> list[str]:
+def _words_of_file(path: str, parser: CommandParser) -> list[str]:
     """The command line that says the same as a YAML file."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"`config` is {path!r}, which is not a file: give a YAML file of arguments.")
@@ -95,6 +157,10 @@ def _words_of_file(path: str, parser: _Parser) -> list[str]:
         if value is None:
             if action.default is not None:
                 raise ValueError(f"{path}: `{name}` has no value: give one, or leave the line out.")
+        elif action.nargs == 0:
+            if not isinstance(value, bool):
+                raise ValueError(f"{path}: `{name}` is {value!r}: give true or false.")
+            words += [f"--{name}"] * value
         elif isinstance(value, list):
             if action.nargs != "+":
                 raise ValueError(f"{path}: `{name}` is {value!r}: give a single value.")

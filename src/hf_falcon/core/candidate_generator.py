@@ -323,11 +323,11 @@ class FalconCandidateGenerator(CandidateGenerator):
 
     def get_candidates(self, input_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         """
-        The stock protocol: the prompt followed by the tree's most probable path.
+        The protocol of transformers' own assisted decoding: the prompt, followed by the tree's most probable path.
 
         Args:
             input_ids (`torch.LongTensor` of shape `(1, length)`): the accepted tokens so far.
-            args, kwargs: what else transformers passes; not used.
+            args, kwargs: more arguments of transformers, not used.
 
         Returns:
             `torch.LongTensor` of shape `(1, length + drafted)`, and `None`: without draft logits transformers accepts
@@ -336,7 +336,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         if self._tap.is_empty:
             return input_ids, None
         features, length = self._tap.take(), input_ids.shape[1]
-        # The newest token has no feature yet. Of what the last forward scored, the accepted positions come first.
+        # The newest token has no feature yet. The last forward scored the accepted positions first.
         known = length - 1
         new = known - self._first_position - self._committed if self._committed else features.shape[1]
         self.commit(features[:, :new], input_ids[:, length - new :], first_position=known - new)
@@ -365,7 +365,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         """Runs draft passes for as long as they pay, from the blocks on that come after the committed positions."""
         size, base = self._block_size, self._committed
         states = self._lstm_state
-        # Which drafted blocks each block of the last pass sees: those of its ancestors, in drafting order.
+        # Drafted blocks that each block of the last pass sees: its ancestors' blocks, in drafting order.
         lineage = torch.zeros(1, 0, dtype=torch.bool, device=self._device)
         self._cache.length = base
         depth = 0
@@ -394,7 +394,7 @@ class FalconCandidateGenerator(CandidateGenerator):
     def _run_layers(self, fused: Tensor, ends: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
         """See [`FalconDraftNetwork.run_layers`]; of this sequence."""
         with self._acceleration.drafting(self.head):
-            return self._acceleration.run_layers(self.drafter, fused, ends, position_ids, mask, self._cache)
+            return self._acceleration.run_layers(fused, ends, position_ids, mask, self._cache)
 
     def _build_tree(self) -> StaticTree | DynamicTree:
         options = self.options
@@ -436,7 +436,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         Grows the tree by the levels of one pass.
 
         Args:
-            predicted (`torch.Tensor` of shape `(blocks, block_size, hidden_size)`): what the pass predicted.
+            predicted (`torch.Tensor` of shape `(blocks, block_size, hidden_size)`): predictions of the pass.
             newest (`torch.LongTensor` of shape `(blocks,)`): the token before the first one of each block.
             depth (`int`): its depth.
 

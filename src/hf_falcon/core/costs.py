@@ -26,6 +26,7 @@ from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
 from .checkpoint_files import weights_fingerprint
+from .hook import attention_implementation
 
 logger = logging.get_logger(__name__)
 
@@ -150,7 +151,7 @@ def measure(
         tokens (`float`, *optional*): no further forward begins after the time of so many plain steps, either.
 
     Returns:
-        `dict[int, float]`: the shortest time of each, in seconds: what else the machine does only adds to it.
+        `dict[int, float]`: the shortest time of each, in seconds: other load of the machine only adds to it.
     """
     # The ends of the curve come first: where a forward takes long, there is time for no more. After that each size
     # gets the same time, so that small trees, which choices are mostly between, are timed most often.
@@ -175,7 +176,7 @@ def measure(
 
 def in_steps(seconds: dict[int, float], sizes: Sequence[int]) -> dict[int, float]:
     """
-    Times of a target whose trees are filled up to one of a few sizes: all that are filled up to one take as long.
+    Times of a target whose trees are padded to one of a few sizes: all trees that are padded to one size take as long.
 
     Args:
         seconds (`dict[int, float]`): see [`Costs`].
@@ -183,7 +184,7 @@ def in_steps(seconds: dict[int, float], sizes: Sequence[int]) -> dict[int, float
             are.
     """
     found = dict(seconds)
-    # A single token is not filled up.
+    # A single token is not padded.
     for first, end in itertools.pairwise((0 if 1 in sizes else 1, *sizes)):
         measured = [value for nodes, value in seconds.items() if first <= nodes < end]
         if measured:
@@ -255,7 +256,7 @@ class CostKey(NamedTuple):
             rows=rows,
             max_nodes=max_nodes,
             context=next(length for length in (2048 * 4**step for step in itertools.count()) if context <= length),
-            attention=getattr(target.config.get_text_config(decoder=True), "_attn_implementation", None),
+            attention=attention_implementation(target.config.get_text_config(decoder=True)),
             dtype=str(target.dtype),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             threads=torch.get_num_threads(),
@@ -272,7 +273,8 @@ def costs_of(
     tokens: int,
 ) -> Costs | None:
     """
-    The costs for a key: known to this process, or kept on disk, or derived from those of more rows, or measured now.
+    The costs for a key: known to this process, or kept on disk, or derived from the costs of more rows, or measured
+    now.
 
     Args:
         target ([`PreTrainedModel`]): the target.
@@ -328,7 +330,7 @@ def save(target: PreTrainedModel, cost_key: CostKey, seconds: dict[int, float]) 
 
 
 def _file(target: PreTrainedModel, cost_key: CostKey) -> tuple[Path, dict[str, Any]]:
-    """The file of a target's times, and what it is for."""
+    """The file of a target's times, and the key that it holds."""
     key = {
         **cost_key._asdict(),
         "target": weights_fingerprint(target) or type(target).__name__,

@@ -22,11 +22,12 @@ from transformers.utils import logging
 from .candidate_generator import FalconCandidateGenerator
 from .costs import CostKey, Stopwatch, costs_of
 from .draft_options import DraftOptions, set_by_call
+from .hook import is_user_defined, sample
 from .modeling_falcon_draft import FalconDraftNetwork
 from .policy import AdaptivePolicy, DraftPolicy, PlainPolicy, acceptance_stats_of
 from .sampling import MultiRootCandidateGenerator, SamplingCandidateGenerator, decode_multi_root, verify_speculative
 from .statistics import FalconGenerateOutput, StatisticsRecorder
-from .target_parts import was_trained_for
+from .target_parts import TargetHead, was_trained_for
 from .target_run import BatchedTargetRun, LayerOutputs, TargetRun
 from .target_support import unsupported_batch_reason, unsupported_reason
 from .tree import DraftTree, single_node
@@ -90,7 +91,8 @@ def assisted_decoding(
         reason = unsupported_batch_reason(target, logits_processor, stopping_criteria, generation_config, model_kwargs)
     if reason is not None:
         logger.warning_once(f"The assistant model is not used, plain decoding runs: {reason}.")
-        output = target._sample(
+        output = sample(
+            target,
             input_ids,
             logits_processor=logits_processor,
             stopping_criteria=stopping_criteria,
@@ -105,8 +107,7 @@ def assisted_decoding(
     _warn_of_other_weights(drafter, target)
     if input_ids.shape[0] > 1:
         batch = BatchSequence(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-        generator = FalconCandidateGenerator(drafter, target, options)
-        statistics, cache = _assist_batch(target, generator, batch, generation_config, model_kwargs)
+        statistics, cache = _assist_batch(target, drafter, options, batch, generation_config, model_kwargs)
         return _output(batch, statistics, cache, generation_config)
     # Made first: making one raises the errors of a drafter that does not fit.
     decode_sequence = _decoder(drafter, target, options, logits_processor, generation_config, model_kwargs)
@@ -160,7 +161,7 @@ def decode(
     sequence.emit(sequence.choose(logits))
     if sequence.finished:
         return statistics
-    policy = _policy(run, generator, _depth_limit(run, sequence))
+    policy = _policy(run, generator.drafter, generator.options, _depth_limit(run, sequence))
     generator.start(features, run.length - features.shape[1], policy, prompt_embeds=run.prompt_embeds)
     while not sequence.finished:
         with statistics.measure("drafter"):
@@ -177,7 +178,7 @@ def decode(
 
 
 def decode_batch(
-    run: BatchedTargetRun, generator: FalconCandidateGenerator, batch: BatchSequence, drops_rows: bool
+    run: BatchedTargetRun, drafter: FalconDraftNetwork, options: DraftOptions, batch: BatchSequence, drops_rows: bool
 ) -> StatisticsRecorder:
     """
     Runs rounds of drafting and verifying until all rows of `batch` are finished. Each row drafts its own tree, one
@@ -185,7 +186,8 @@ def decode_batch(
 
     Args:
         run ([`BatchedTargetRun`]): the target.
-        generator ([`FalconCandidateGenerator`]): a generator whose head all rows use.
+        drafter ([`FalconDraftModel`]): the drafter of all rows.
+        options ([`DraftOptions`]): options of the call.
         batch ([`BatchSequence`]): the rows.
         drops_rows (`bool`): whether rows that have ended leave the target's cache.
     """
@@ -199,6 +201,7 @@ def decode_batch(
         sequence.emit(sequence.choose(logits[row][None]))
     batch.stream()
     generators: dict[int, FalconCandidateGenerator] = {}
+    head: TargetHead | None = None
     # Rows of the target's cache, by their number in the batch, and how many of them were not finished last.
     cached, active = list(range(len(batch.rows))), 0
     no_path = torch.empty(0, dtype=torch.long)
@@ -211,12 +214,13 @@ def decode_batch(
             active = len(unfinished)
             limit = max(_depth_limit_of_row(batch, row) for row in unfinished)
             for row in unfinished:
-                policy = _policy(run, generator, limit, active)
+                policy = _policy(run, drafter, options, limit, active)
                 if row in generators:
                     generators[row].policy = policy
                 else:
                     known = features.pop(row)
-                    generators[row] = _like(generator)
+                    generators[row] = FalconCandidateGenerator(drafter, run.model, options, head)
+                    head = generators[row].head
                     generators[row].start(known, 0, policy, padding=batch.prompts.shape[1] - known.shape[1])
         with statistics.measure("drafter"):
             drafted = _propose({row: generators[row] for row in unfinished}, batch)
@@ -264,24 +268,20 @@ def _propose(generators: dict[int, FalconCandidateGenerator], batch: BatchSequen
     }
 
 
-def _like(generator: FalconCandidateGenerator) -> FalconCandidateGenerator:
-    """A generator for another sequence."""
-    return FalconCandidateGenerator(generator.drafter, generator.target, generator.options, generator.head)
-
-
 def _assist_batch(
     target: PreTrainedModel,
-    generator: FalconCandidateGenerator,
+    drafter: FalconDraftNetwork,
+    options: DraftOptions,
     batch: BatchSequence,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> tuple[StatisticsRecorder, Cache]:
     """Generates for all rows of `batch`. Returns statistics, and the cache."""
-    run = BatchedTargetRun(target, generation_config, model_kwargs, generator.drafter.config.feature_layers)
+    run = BatchedTargetRun(target, generation_config, model_kwargs, drafter.config.feature_layers)
     # Rows that have ended leave the cache, unless the caller gets it.
-    cache_is_returned = generation_config.return_dict_in_generate or getattr(run.cache, "_is_user_defined", False)
+    cache_is_returned = generation_config.return_dict_in_generate or is_user_defined(run.cache)
     try:
-        statistics = decode_batch(run, generator, batch, not cache_is_returned)
+        statistics = decode_batch(run, drafter, options, batch, not cache_is_returned)
     except BaseException:
         run.finish(None)
         raise
@@ -289,7 +289,11 @@ def _assist_batch(
 
 
 def _policy(
-    run: TargetRun | BatchedTargetRun, generator: FalconCandidateGenerator, limit: int, rows: int = 1
+    run: TargetRun | BatchedTargetRun,
+    drafter: FalconDraftNetwork,
+    options: DraftOptions,
+    limit: int,
+    rows: int = 1,
 ) -> DraftPolicy:
     """
     The drafting policy of a call.
@@ -298,19 +302,20 @@ def _policy(
         limit (`int`): tokens that a path may have at most.
         rows (`int`, *optional*, defaults to 1): rows of the batch that are not finished.
     """
-    options, model = generator.options, run.model
+    model = run.model
+    stats = acceptance_stats_of(drafter, model)
     if limit < 1:
-        return PlainPolicy(options, acceptance_stats_of(generator.drafter, model))
+        return PlainPolicy(options, stats)
     if options.num_assistant_tokens_schedule == "constant" or options.draft_tree != "dynamic":
-        return DraftPolicy(options, acceptance_stats_of(generator.drafter, model))
+        return DraftPolicy(options, stats)
     key = CostKey.of(
         model, run.length, options.num_assistant_tokens, rows, run.acceleration.is_packed, run.acceleration.sizes
     )
-    stats = acceptance_stats_of(generator.drafter, model).under(key)
+    stats = stats.under(key)
     costs = costs_of(model, key, stats.costs, run.dry_run, tokens=limit + 1)
     if costs is None:
         return PlainPolicy(options, stats)
-    return AdaptivePolicy(options, stats, costs, generator.max_depth, generator.drafter.device)
+    return AdaptivePolicy(options, stats, costs, options.num_draft_passes * drafter.config.block_size, drafter.device)
 
 
 def _depth_limit(run: TargetRun, sequence: TokenSequence) -> int:

@@ -262,7 +262,11 @@ def _private(owner: Any, name: str, use: str) -> Any:
 
 
 def prefill(
-    model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    **kwargs: Any,
 ) -> Any:
     """
     Runs the prompt exactly as plain decoding does: in chunks if the call asks for them, and from a cache that holds
@@ -273,6 +277,7 @@ def prefill(
         input_ids (`torch.LongTensor` of shape `(batch, length)`): the prompt.
         generation_config ([`GenerationConfig`]): the configuration that `generate` prepared.
         model_kwargs (`dict`): the arguments of the model that `generate` prepared.
+        kwargs: more arguments of `_prefill`.
 
     Returns:
         The output of the model's forward.
@@ -280,7 +285,7 @@ def prefill(
     Raises:
         `RuntimeError`: if transformers has no `_prefill`.
     """
-    return _private(model, "_prefill", "run the prompt")(input_ids, generation_config, model_kwargs)
+    return _private(model, "_prefill", "run the prompt")(input_ids, generation_config, model_kwargs, **kwargs)
 
 
 def sample(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:

@@ -29,8 +29,9 @@ from .target_run import TargetRun
 from .tree import DraftTree, DynamicTree, StaticTree, validate_paths
 from .verification import TokenSequence, verify, walk
 
-# These read nothing but the scores, and shape the drafter's distribution as they do the target's. Processors that read
-# the text are left out, as every node has another text: without them q is a little worse, and the output the same.
+# These read the scores alone, and are applied to the drafter's distribution as to the target's. Processors that read
+# the text are left out, as every node has another text: without them q fits p a little worse, and the output is the
+# same.
 _WARPERS = (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -49,7 +50,7 @@ class SamplingCandidateGenerator(FalconCandidateGenerator):
 
     Args:
         drafter, target, options: see [`FalconCandidateGenerator`].
-        processors ([`LogitsProcessorList`]): those of the call; the drafter's distribution is warped by its warpers.
+        processors ([`LogitsProcessorList`]): the call's; the warpers among them warp the drafter's distribution.
 
     Raises:
         `ValueError`: for a tree that leaves out a draw.
@@ -137,7 +138,7 @@ def accept_one(target: Tensor, proposal: Tensor, candidates: list[int]) -> Tenso
     """
     for token in candidates:
         wanted, offered = torch.stack((target[token], proposal[token])).tolist()
-        # The sum of what is left of the proposal may be 0, and its shares not a number.
+        # The rest of the proposal may sum to 0, and its shares be NaN.
         if not offered > 0:
             break
         rest = (target - proposal).clamp(min=0)
@@ -182,7 +183,7 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
             features (`torch.Tensor` of shape `(1, block_size, ...)`): of the last known positions, not committed.
             token_ids (`torch.LongTensor` of shape `(1, block_size - 1)`): the token after each but the last of these.
             roots (`torch.LongTensor` of shape `(roots,)`): the tokens after the last.
-            log_probs (`torch.Tensor` of shape `(roots,)`): their log-probabilities; those of the tokens drawn are 0.
+            log_probs (`torch.Tensor` of shape `(roots,)`): their log-probabilities; 0 for the token that was drawn.
             max_depth (`int`): tokens that a path may have at most behind its root.
 
         Returns:
@@ -264,7 +265,7 @@ def decode_multi_root(
 def _rivals(sequence: TokenSequence, logits: Tensor, count: int) -> tuple[list[TokenSequence], Tensor]:
     """
     The sequence with each of the `count` likeliest other tokens instead of its newest, which `logits`, of shape
-    `(1, vocab_size)`, led to; and log-probabilities, 0 for the newest and then those of the others.
+    `(1, vocab_size)`, led to; and their log-probabilities, 0 for the newest token first.
     """
     before = copy.copy(sequence)
     before.input_ids = sequence.input_ids[:, :-1]

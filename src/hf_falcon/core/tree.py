@@ -108,7 +108,7 @@ def single_node(root: Tensor) -> DraftTree:
 
 
 def star(nodes: int, device: torch.device) -> DraftTree:
-    """A root with `nodes` children, all dummy tokens, for timing."""
+    """A root with `nodes` children of token 0, for dummy forwards."""
     parents = torch.zeros(nodes + 1, dtype=torch.long, device=device)
     depths = torch.ones_like(parents)
     depths[0] = 0

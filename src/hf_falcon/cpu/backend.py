@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from ..core.acceleration import DrafterAcceleration, TargetAcceleration, register
-from ..core.caches import DraftCache
 from ..core.modeling_falcon_draft import FalconDraftNetwork
 from ..core.target_parts import TargetHead
 from .compiled_rounds import CompiledRounds, compiled_passes_of, compiled_rounds_of
@@ -72,7 +71,7 @@ class CpuDrafter(DrafterAcceleration):
     """
 
     def __init__(self, drafter: FalconDraftNetwork, target: PreTrainedModel):
-        self._drafter = drafter
+        super().__init__(drafter)
         self._passes = compiled_passes_of(drafter, target)
         self.head = None if self._passes is None else self._passes.head
         self._linears = linears_of(drafter)
@@ -83,21 +82,12 @@ class CpuDrafter(DrafterAcceleration):
         linear = head.linear
         if self._head_linears is None or self._head_linears[0] is not linear:
             self._head_linears = linear, linears_of(linear)
-        with skinny_gemm(self._drafter, self._linears), skinny_gemm(linear, self._head_linears[1]):
+        with skinny_gemm(self.drafter, self._linears), skinny_gemm(linear, self._head_linears[1]):
             yield
 
-    def run_layers(
-        self,
-        drafter: FalconDraftNetwork,
-        fused: Tensor,
-        ends: Tensor,
-        position_ids: Tensor,
-        mask: Tensor,
-        cache: DraftCache,
-    ) -> Tensor:
-        if self._passes is None:
-            return drafter.run_layers(fused, ends, position_ids, mask, cache)
-        return self._passes.run_layers(drafter, fused, ends, position_ids, mask, cache)
+    @property
+    def run_layers(self) -> Callable[..., Tensor]:
+        return super().run_layers if self._passes is None else partial(self._passes.run_layers, self.drafter)
 
 
 class CpuBackend:

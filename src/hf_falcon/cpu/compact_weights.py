@@ -44,7 +44,7 @@ class WeightMark:
     """
 
     def __init__(self, weight: Tensor):
-        self._weight, self._sample = weakref.ref(weight), _sample_of(weight).clone()
+        self._weight, self._marked = weakref.ref(weight), _sample_of(weight).clone()
 
     def is_of(self, weight: Tensor) -> bool:
         """
@@ -53,7 +53,7 @@ class WeightMark:
         if self._weight() is not weight:
             return False
         sample = _sample_of(weight)
-        return sample.dtype == self._sample.dtype and torch.equal(sample, self._sample)
+        return sample.dtype == self._marked.dtype and torch.equal(sample, self._marked)
 
 
 class CompactWeight(WeightMark):

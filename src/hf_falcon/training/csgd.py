@@ -245,7 +245,7 @@ def draft_pass(
     fused, _ = drafter.fuse(features, embeds)
     positions = torch.arange(features.shape[1], device=features.device)[None]
     mask = additive_mask(_unrolled_mask(block_ids, valid, passes), fused.dtype)
-    return drafter.decode(fused, block_ends(block_ids), positions, mask, cache)
+    return drafter.run_layers(fused, block_ends(block_ids), positions, mask, cache)
 
 
 def _unrolled_mask(block_ids: Tensor, valid: Tensor, passes: int) -> Tensor:

@@ -1,15 +1,19 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""The documents: their commands are commands, their code runs, and their messages are what users see."""
+"""README, pages and cards: commands parse, code runs, links resolve, tables and messages agree with the code."""
 
 import argparse
 import ast
 import copy
 import dataclasses
+import functools
 import itertools
 import json
+import os
 import re
 import shlex
 import shutil
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -25,9 +29,12 @@ from hf_falcon.commands import main as entry
 from hf_falcon.commands import models, train
 from hf_falcon.commands.run_arguments import parse_run
 
-ROOT = Path(__file__).parents[1]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", *sorted(f"examples/{file.name}" for file in ROOT.glob("examples/*.md"))]
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(f"docs/{file.name}" for file in ROOT.glob("docs/*.md"))
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", *PAGES]
+DOCUMENTS += sorted(f"examples/{file.name}" for file in ROOT.glob("examples/*.md"))
 DOCUMENTS += sorted(file.relative_to(ROOT).as_posix() for file in ROOT.glob("hub_cards/*/README.md"))
+CARD = f"hub_cards/{models.DRAFTER_NAME}/README.md"
 
 
 def blocks(document: str, language: str) -> list[str]:
@@ -106,6 +113,8 @@ def test_command(words, parse_only):
         # A path of the project that is named is there; `.venv` is made by make.
         paths = [word for word in arguments if "/" in word and not word.startswith((".venv", "http"))]
         assert all((ROOT / path).exists() for path in paths)
+    elif program.startswith("."):
+        assert (ROOT / program).is_file()
     else:
         raise AssertionError(f"what is `{program}`?")
 
@@ -128,18 +137,56 @@ def test_python_names_what_is_there(document):
                 assert all(hasattr(module, name.name) for name in node.names), node.module
 
 
+def headings(file: Path) -> set[str]:
+    """The anchors of a document, as GitHub and mkdocs make them."""
+    lines = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in lines}
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
-def test_links_lead_somewhere(document):
-    """To files of the project, and to headings of the document."""
-    text = (ROOT / document).read_text()
-    headings = {
-        re.sub(r"[^\w -]", "", line).strip().lower().replace(" ", "-") for line in re.findall(r"^#+ (.*)$", text, re.M)
+def test_links_resolve(document):
+    """To files of the project and to headings; a page of the site links only to other pages."""
+    file = ROOT / document
+    for link in re.findall(r"\]\(([^)\s]+)\)", file.read_text()):
+        # GitHub's own pages, relative to a README.
+        if link.startswith(("http", "../../actions/")):
+            continue
+        path, _, anchor = link.partition("#")
+        linked = (file.parent / path).resolve() if path else file
+        assert linked.exists(), link
+        assert not anchor or anchor in headings(linked), link
+        assert document not in PAGES or linked.is_relative_to(ROOT / "docs"), link
+
+
+def test_the_site_builds(tmp_path):
+    """Strictly: a page without a place in the navigation is an error, too."""
+    pytest.importorskip("mkdocs", reason="comes with the extra `docs`")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert {f"docs/{file.parent.name}.md" for file in tmp_path.glob("site/*/index.html")} >= {
+        page for page in PAGES if page != "docs/index.md"
     }
-    for link in re.findall(r"\]\(([^)\s]+)\)", text):
-        if link.startswith("#"):
-            assert link[1:] in headings, link
-        elif not link.startswith("http"):
-            assert (ROOT / document).parent.joinpath(link).exists(), link
+
+
+def test_readme_is_short_and_leads_to_every_page():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 150
+    left_out = {"docs/index.md", "docs/contributing.md", "docs/changelog.md"}
+    assert all(f"]({page})" in text for page in PAGES if page not in left_out)
+    assert "make demo" in text and "make test" in text
+
+
+# Words of the project's style guide that a reader stumbles over.
+UNWANTED = r"\b(those of|texts? (that )?parts?|was killed|drafter (that )?rests?|some values of each weight tell)\b"
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, "CHANGELOG.md", "hub_cards/model_card.md.jinja"])
+def test_prose_is_plain(document):
+    # Messages and names in code are checked where they are defined.
+    text = " ".join(re.sub(r"`+[^`\n]+`+", "", (ROOT / document).read_text()).split())
+    assert [match.group() for match in re.finditer(rf".{{0,40}}{UNWANTED}", text)] == []
 
 
 @pytest.fixture(scope="module")
@@ -154,41 +201,129 @@ def saved(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("document", ["README.md", f"hub_cards/{models.DRAFTER_NAME}/README.md"])
-def test_python_runs(document, saved, capsys):
-    """One block after the other, as pasted, with tiny models in place of those that it names."""
-    if not (ROOT / document).is_file():
-        pytest.skip("the drafters come with a clone only")
+def run(document: str, saved: Path, namespace: dict, dtype: str = "bfloat16") -> None:
+    """Runs a document's blocks of Python in order, with tiny models in place of its models, and fewer tokens."""
     names = {
         models.TARGET_NAME: saved / "target",
-        f"hub_cards/{models.DRAFTER_NAME}": saved / "drafter",
         f"hf-falcon/{models.DRAFTER_NAME}": saved / "drafter",
         "user/my-drafter": saved / "drafter",
     }
-    namespace: dict = {}
     for block in blocks(document, "python"):
         for name, folder in names.items():
             block = block.replace(f'"{name}"', repr(str(folder)))
+        block = block.replace("max_new_tokens=128", "max_new_tokens=16").replace('"bfloat16"', f'"{dtype}"')
         assert not re.search(r'"[\w-]+/[\w.-]+"', block), "a name that nothing stands in for"
         exec(compile(block, document, "exec"), namespace)
-    if document == "README.md":
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/usage.md", CARD])
+def test_python_runs(document, saved, capsys):
+    if not (ROOT / document).is_file():
+        pytest.skip("the drafters come with a clone only")
+    namespace: dict = {}
+    run(document, saved, namespace)
+    if document != CARD:
         statistics = namespace["output"].draft_statistics
-        assert statistics.drafted_tokens > 0 and str(statistics.tau) in capsys.readouterr().out.splitlines()
+        assert statistics.drafted_tokens > 0 and str(statistics) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("document", ["docs/cpu.md", "docs/sharing.md"])
+def test_python_runs_after_the_readme(document, saved, monkeypatch):
+    """Code for a target, a drafter and inputs that are there already; compiling takes no time."""
+    namespace: dict = {}
+    # Not every processor packs weights in bfloat16.
+    run("README.md", saved, namespace, "float32")
+    config = transformers.CompileConfig(backend="eager", mode=None)
+    compile_rounds = functools.partial(hf_falcon.compile_rounds, sizes=(4,), compile_config=config)
+    monkeypatch.setattr(hf_falcon, "compile_rounds", compile_rounds)
+    run(document, saved, namespace)
+    hf_falcon.uncompile_rounds(namespace["target"])
+
+
+def test_every_page_with_python_is_run():
+    run_elsewhere = {"README.md", "docs/usage.md", "docs/cpu.md", "docs/sharing.md", CARD}
+    # Its code computes numbers, and is checked by hand; the card's needs a class of the bench.
+    names_only = {"examples/train_llama_8b.md", "hub_cards/medusa-like-smollm2-135m-instruct/README.md"}
+    assert {document for document in DOCUMENTS if blocks(document, "python")} <= run_elsewhere | names_only
 
 
 def test_options_in_the_text_are_there(capsys):
-    """Those that stand outside of commands, too."""
+    """Also the options that stand outside of commands."""
     known = "".join(file.read_text() for file in ROOT.glob("examples/*.py"))
     for name in entry.COMMANDS:
         with pytest.raises(SystemExit):
             entry.main([name, "--help"])
         known += capsys.readouterr().out
     elsewhere = {"--index-url", "--no-deps", "--num_processes", "--nproc_per_node"}
-    named = set(re.findall(r"--\w[\w-]*", (ROOT / "README.md").read_text())) - elsewhere
-    assert len(named) > 20 and named <= set(re.findall(r"--\w[\w-]*", known))
+    text = "".join((ROOT / document).read_text() for document in ["README.md", *PAGES])
+    named = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", text)) - elsewhere
+    assert len(named) > 30 and named <= set(re.findall(r"--\w[\w-]*", known))
 
 
-# What goes wrong, and the text that a user sees then, in the order of the README's table.
+def cells(document: str, heading: str) -> list[list[str]]:
+    """The rows of the first table below a heading, without its head."""
+    section = re.split(rf"^#+ {re.escape(heading)}\n", (ROOT / document).read_text(), flags=re.MULTILINE)[1]
+    table = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    assert table is not None
+    return [line.strip("| ").split(" | ") for line in table.group().splitlines()[2:]]
+
+
+def test_every_file_of_the_core_is_explained():
+    of_a_round = {name for _, files, _ in cells("docs/how-it-works.md", "One round") for name in files.split(", ")}
+    text = (ROOT / "docs/how-it-works.md").read_text()
+    named = set(re.findall(r"^\| `(\w+\.py)` \|", text, re.MULTILINE)) | {name.strip("`") for name in of_a_round}
+    assert named == {file.name for file in ROOT.glob("src/hf_falcon/core/*.py")}
+
+
+def test_every_step_of_a_round_is_where_the_page_says():
+    steps = {
+        "candidate_generator": ("propose", "update"),
+        "target_run": ("score", "accept"),
+        "verification": ("verify",),
+    }
+    text = (ROOT / "docs/how-it-works.md").read_text()
+    for name, functions in steps.items():
+        source = (ROOT / f"src/hf_falcon/core/{name}.py").read_text()
+        for function in functions:
+            assert f"`{function}`" in text and re.search(rf"^ *def {function}\(", source, re.MULTILINE), function
+
+
+def test_readme_counts_the_decoders_of_the_compatibility_page():
+    rows = dict(re.findall(r"^\| (\w[\w ]*) \| (\d+) \| \d+ \|$", (ROOT / "tests/COMPATIBILITY.md").read_text(), re.M))
+    text = " ".join((ROOT / "README.md").read_text().split())
+    expected = "{trees} are drafted for, {plain} are decoded plainly, {refused} are refused".format(**rows)
+    assert expected in text and f"{rows['not tried']} could not be tried" in text
+
+
+def test_chart_has_the_numbers_of_its_page(monkeypatch):
+    pytest.importorskip("matplotlib", reason="comes with the extra `dev`")
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import draw_speedups
+
+    page = (ROOT / "docs/benchmarks.md").read_text()
+    drawn = re.findall(r">(\d\.\d\d)</text>", (ROOT / "docs/images/speedup.svg").read_text())
+    expected = [
+        f"{value:.2f}" for method, *_ in draw_speedups.METHODS for value in draw_speedups.speedups(page, method)
+    ]
+    assert drawn == expected
+    alt = re.search(r"!\[(.*)\]\(docs/images/speedup.svg\)", (ROOT / "README.md").read_text()).group(1)
+    assert re.findall(r"\d\.\d\d", alt) == expected[3::4]
+
+
+def test_drafters_of_the_readme_are_the_cards():
+    """Acceptance lengths are the cards' tau, and one; sizes are the cards' sizes."""
+    rows = cells("README.md", "Drafters")
+    assert len(rows) == len(list(ROOT.glob("hub_cards/*/README.md")))
+    for drafter, length, size, speedup in rows:
+        card = (ROOT / re.search(r"\((.*)\)", drafter).group(1)).read_text()
+        assert size in " ".join(card.split())
+        page = (ROOT / "docs/benchmarks.md").read_text()
+        for value in re.findall(r"\d\.\d\d", length):
+            assert re.search(rf"\b{float(value) - 1:.2f}\b", card + page), value
+        assert all(f" {value} |" in page for value in re.findall(r"\d\.\d\d", speedup))
+
+
+# What goes wrong, and the text that a user sees then, in the order of the table of docs/troubleshooting.md.
 
 
 def of_another_architecture(saved, tmp_path, warnings_given):
@@ -265,9 +400,8 @@ MISTAKES += [training_packed, alone]
 
 
 def messages() -> list[str]:
-    """The first column of the README's table."""
-    section = (ROOT / "README.md").read_text().partition("\n## When something goes wrong\n")[2].partition("\n## ")[0]
-    return [first.strip("` ") for first in re.findall(r"^\| (`.*?`+) \| ", section, re.MULTILINE)]
+    """The first column of the table of docs/troubleshooting.md."""
+    return [first.strip("` ") for first, _ in cells("docs/troubleshooting.md", "Troubleshooting")]
 
 
 def test_every_message_is_provoked():

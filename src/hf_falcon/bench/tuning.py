@@ -1,0 +1,260 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Measures the cost of a round on this machine, and predicts the speed-up of trees of each size."""
+
+from __future__ import annotations
+
+import io
+import math
+import statistics
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import DynamicCache, PreTrainedModel
+
+from ..core.acceleration import target_acceleration
+from ..core.candidate_generator import FalconCandidateGenerator
+from ..core.costs import CostKey, Costs, Stopwatch, measure, save
+from ..core.draft_options import DraftOptions
+from ..core.drafter import FalconDraftModel
+from ..core.policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, acceptance_stats_of
+from ..core.target_parts import FeatureTap
+from ..core.target_run import TargetRun
+from ..core.tree import Branches
+
+# Share of the measuring time that each number of threads gets. Fewer threads are recommended where a tree takes less
+# than this share of the seconds with all threads.
+_PART, _CLEARLY = 0.1, 0.95
+
+
+@dataclass
+class Tuning:
+    """
+    The measurements and predictions of [`tune`].
+
+    Args:
+        cost_key ([`CostKey`]): the conditions that the times hold for.
+        seconds (`dict[int, float]`): seconds of the target's forward by draft nodes.
+        commit, draft_pass (`float`): seconds of a commit with the first block, and of each further draft pass.
+        expected (`torch.Tensor` of shape `(passes, nodes + 1)`):
+            Accepted draft tokens a round that the drafter's own probabilities predict.
+        speedups (`torch.Tensor` of the same shape): predicted speed-up over plain decoding.
+        draft_calibration (`list[float]`): accepted tokens over the drafter's own probability, by depth.
+        seconds_by_threads (`dict[int, tuple[float, float]]`): see [`seconds_by_threads`], with trees of `nodes` nodes.
+    """
+
+    cost_key: CostKey
+    seconds: dict[int, float]
+    commit: float
+    draft_pass: float
+    expected: Tensor
+    speedups: Tensor
+    draft_calibration: list[float]
+    seconds_by_threads: dict[int, tuple[float, float]]
+
+    @property
+    def passes(self) -> int:
+        """Draft passes of the fastest tree."""
+        return int(self.speedups.argmax()) // self.speedups.shape[1] + 1
+
+    @property
+    def nodes(self) -> int:
+        """Draft nodes of the fastest tree."""
+        return int(self.speedups.argmax()) % self.speedups.shape[1]
+
+    def to_dict(self) -> dict[str, Any]:
+        """All fields as JSON values."""
+        return {
+            "seconds": self.seconds,
+            "commit": self.commit,
+            "draft_pass": self.draft_pass,
+            "expected": self.expected.tolist(),
+            "speedup": self.speedups.tolist(),
+            "nodes": self.nodes,
+            "passes": self.passes,
+            "draft_calibration": self.draft_calibration,
+            "seconds_by_threads": self.seconds_by_threads,
+            **self.cost_key._asdict(),
+        }
+
+
+def tune(
+    target: PreTrainedModel,
+    drafter: FalconDraftModel,
+    prompts: list[dict[str, Tensor]],
+    context: int,
+    max_new_tokens: int,
+    seconds: float,
+) -> Tuning:
+    """
+    Measures a target and its drafter, and saves the target's times for later calls of `generate`.
+
+    Args:
+        target, drafter: the models. The drafting options of the drafter's generation configuration are changed.
+        prompts (`list[dict[str, torch.Tensor]]`): the inputs of `generate`, one prompt each.
+        context (`int`): tokens before the round that is timed.
+        max_new_tokens (`int`): tokens of an answer, at most.
+        seconds (`float`): how long the target is timed.
+
+    Raises:
+        `ValueError`: for static trees, which have one size.
+    """
+    # All sizes are tried: a threshold would end the search early.
+    drafter.generation_config.assistant_confidence_threshold = 0.0
+    options = DraftOptions.from_generation_config(drafter.generation_config)
+    if options.draft_tree != "dynamic":
+        raise ValueError(f"`draft_tree` is {options.draft_tree!r}: only dynamic trees have a size to be tuned.")
+    acceleration = target_acceleration(target, reads_layers=bool(drafter.config.feature_layers))
+    nodes = options.num_assistant_tokens
+    cost_key = CostKey.of(target, context, nodes, 1, acceleration.is_packed, acceleration.sizes)
+    measured = target_seconds(target, context, nodes, seconds)
+    save(target, cost_key, measured)
+    known = acceptance_stats_of(drafter, target)
+    # The answers do not measure the target a second time.
+    known.costs[cost_key] = Costs(measured)
+    # Tokens of prompt lookup would take nodes from the drafter's tree, which is measured here.
+    drafter.generation_config.prompt_lookup_num_tokens = 0
+    drafter.generation_config.draft_calibration = []
+    drafter.generation_config.num_assistant_tokens_schedule = "heuristic"
+    texts = [
+        target.generate(**inputs, assistant_model=drafter, max_new_tokens=max_new_tokens, do_sample=False)
+        for inputs in tqdm(prompts, unit="prompt", desc="Answers to draft", leave=False)
+    ]
+    calibration = [round(share.value, 3) for share in known.depths]
+    expected, commit, draft_pass = drafting(drafter, target, texts, options)
+    costs = Costs(measured)
+    costs.commit, costs.draft_pass = commit / measured[0], draft_pass / measured[0]
+    found = Tuning(cost_key, measured, commit, draft_pass, expected, speedups(expected, costs), calibration, {})
+    found.seconds_by_threads = seconds_by_threads(target, context, max(1, found.nodes), _PART * seconds)
+    return found
+
+
+@dataclass(frozen=True)
+class _AllPasses(DraftDecision):
+    """Drafts all passes, and notes after each the expected accepted tokens of the best 0, 1, 2, ... nodes."""
+
+    nodes: int = 0
+    expected: list[Tensor] = field(default_factory=list)
+
+    def check_pass(self, branches: Branches, log_probs: Tensor) -> PassCheck:
+        self._note(log_probs)
+        return PassCheck(math.inf, 0.0)
+
+    def size(self, log_probs: Tensor) -> int:
+        self._note(log_probs)
+        return 0
+
+    def _note(self, log_probs: Tensor) -> None:
+        tokens = torch.zeros(self.nodes + 1, device=log_probs.device)
+        tokens[1 : 1 + log_probs.shape[0]] = log_probs.exp()
+        self.expected.append(tokens.cumsum(dim=0).cpu())
+
+
+class _Recorder(DraftPolicy):
+    """Has every round draft all passes, and keeps what it expected."""
+
+    def __init__(self, options: DraftOptions):
+        super().__init__(options, AcceptanceStats())
+        self.expected: list[Tensor] = []
+
+    def decide(self, matched: int = 0, found: int = 0) -> DraftDecision:
+        """See [`DraftPolicy.decide`]."""
+        return _AllPasses(nodes=self._options.num_assistant_tokens, expected=self.expected)
+
+
+@torch.no_grad()
+def target_seconds(target: PreTrainedModel, context: int, max_nodes: int, seconds: float) -> dict[int, float]:
+    """Seconds of the target's forward by draft nodes, behind `context` tokens."""
+    input_ids = torch.randint(target.config.get_text_config(decoder=True).vocab_size, (1, context))
+    kwargs = {"past_key_values": DynamicCache(config=target.config), "use_cache": True}
+    run = TargetRun(target, input_ids.to(target.device), target.generation_config, kwargs)
+    run.prefill(input_ids.to(target.device))
+    return measure(run.dry_run, max_nodes, target.device, seconds, repeats=1000)
+
+
+def seconds_by_threads(
+    target: PreTrainedModel, context: int, nodes: int, seconds: float
+) -> dict[int, tuple[float, float]]:
+    """
+    Seconds of the target's forward for a single token and for a tree of `nodes` draft nodes, by threads: as many as
+    torch uses now, half of them, and so on. Empty where the target is not on a CPU, or has one thread.
+    """
+    most, found = torch.get_num_threads(), {}
+    counts = [most // 2**step for step in range(most.bit_length())]
+    if target.device.type != "cpu" or len(counts) == 1:
+        return {}
+    try:
+        for count in counts:
+            torch.set_num_threads(count)
+            took = target_seconds(target, context, nodes, seconds)
+            found[count] = took[0], took[nodes]
+    finally:
+        torch.set_num_threads(most)
+    return found
+
+
+@torch.no_grad()
+def drafting(
+    drafter: FalconDraftModel, target: PreTrainedModel, texts: list[Tensor], options: DraftOptions
+) -> tuple[Tensor, float, float]:
+    """
+    Drafts at every place of some texts.
+
+    Args:
+        drafter, target, options: the drafter, its target, its options.
+        texts (`list` of `torch.LongTensor` of shape `(1, length)`): the texts, each of 3 tokens or more.
+
+    Returns:
+        Expected tokens by passes and nodes, of shape `(passes, nodes + 1)`, by the drafter's own probabilities; and
+        median seconds of a commit with the first block, and of each further pass.
+    """
+    total, places = torch.zeros(options.num_draft_passes, options.num_assistant_tokens + 1), 0
+    commits, passes = [], []
+    for text in texts:
+        with FeatureTap(target, drafter.config.feature_layers) as tap:
+            target(text)
+        features = tap.take()
+        generator = FalconCandidateGenerator(drafter, target, options)
+        for place in range(1, text.shape[1] - 1):
+            watch, generator.policy = Stopwatch(), (recorder := _Recorder(options))
+            new = slice(0, 2) if place == 1 else slice(place, place + 1)
+            generator.commit(features[:, new], text[:, new.start + 1 : new.stop + 1])
+            commits.append(watch.lap())
+            generator.propose(text[:, : place + 2], generator.max_depth)
+            passes.append(watch.lap() / options.num_draft_passes)
+            if len(recorder.expected) == options.num_draft_passes:
+                total += torch.stack(recorder.expected)
+                places += 1
+    return total / max(1, places), statistics.median(commits), statistics.median(passes)
+
+
+def speedups(expected: Tensor, costs: Costs) -> Tensor:
+    """Predicted speed-up over plain decoding by passes and nodes, of the shape of `expected`."""
+    target = torch.tensor(costs.target(expected.shape[1] - 1))
+    drafted = costs.commit + costs.draft_pass * torch.arange(expected.shape[0])
+    return (1.0 + expected) / (target[None] + drafted[:, None])
+
+
+def fastest_count(seconds: dict[int, tuple[float, float]]) -> int:
+    """The number of threads that trees are fastest with, or the first where it is hardly slower."""
+    first, best = next(iter(seconds)), min(seconds, key=lambda count: seconds[count][1])
+    return best if seconds[best][1] < _CLEARLY * seconds[first][1] else first
+
+
+def picture(gains: Tensor) -> bytes:
+    """Predicted speed-up over nodes and passes as a PNG file."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    axes: Any = figure.subplots()
+    passes, nodes = gains.shape
+    image = axes.imshow(gains.numpy(), aspect="auto", origin="lower", extent=(-0.5, nodes - 0.5, 0.5, passes + 0.5))
+    axes.set_xlabel("draft nodes that are verified")
+    axes.set_ylabel("draft passes")
+    axes.set_yticks(range(1, passes + 1))
+    figure.colorbar(image, label="times plain decoding, predicted")
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png", dpi=120)
+    return buffer.getvalue()

@@ -1,0 +1,43 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""The public names of hf_falcon. Importing this module installs the drafters in transformers."""
+
+from transformers import AutoConfig, AutoModel
+
+from .core.candidate_generator import FalconCandidateGenerator
+from .core.configuration_falcon_draft import FalconDraftConfig
+from .core.draft_options import DraftOptions
+from .core.drafter import FalconDraftModel
+from .core.hook import disable, enable, install
+from .core.statistics import DraftStatistics, FalconGenerateOutput
+from .core.tree import DraftTree, DynamicTree, StaticTree, static_paths
+from .cpu import backend
+from .cpu.compiling import compile_rounds, compiled_rounds, uncompile_rounds
+from .cpu.packing import pack_weights, packed_weights, unpack_weights
+from .pipelines import install_in_pipelines
+
+__all__ = [
+    "DraftOptions",
+    "DraftStatistics",
+    "DraftTree",
+    "DynamicTree",
+    "FalconCandidateGenerator",
+    "FalconDraftConfig",
+    "FalconDraftModel",
+    "FalconGenerateOutput",
+    "StaticTree",
+    "compile_rounds",
+    "compiled_rounds",
+    "disable",
+    "enable",
+    "pack_weights",
+    "packed_weights",
+    "static_paths",
+    "uncompile_rounds",
+    "unpack_weights",
+]
+
+AutoConfig.register(FalconDraftConfig.model_type, FalconDraftConfig, exist_ok=True)
+AutoModel.register(FalconDraftConfig, FalconDraftModel, exist_ok=True)
+install()
+backend.install()
+install_in_pipelines()

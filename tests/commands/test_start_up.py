@@ -1,0 +1,110 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""What the command line imports before it runs a command, and how it reports errors."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hf_falcon
+from hf_falcon.commands import main as entry
+
+SOURCE = str(Path(hf_falcon.__file__).parents[1])
+
+# At the end of the process, the heavy packages that it imported.
+WATCH = """
+import atexit, os, sys
+atexit.register(lambda: print("imported:", *sorted({"torch", "transformers"} & sys.modules.keys()), file=sys.stderr))
+"""
+
+
+def run(tmp_path, *words, **environment):
+    (tmp_path / "sitecustomize.py").write_text(WATCH)
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), SOURCE]), **environment}
+    return subprocess.run([sys.executable, *words], env=variables, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture(params=["module", "script"])
+def program(request, tmp_path):
+    """`python -m hf_falcon`, and the script that pip installs."""
+    if request.param == "module":
+        return ["-m", "hf_falcon"]
+    script = tmp_path / "hf-falcon"
+    script.write_text("import sys\nfrom hf_falcon.commands.main import main\nsys.exit(main())\n")
+    return [str(script)]
+
+
+@pytest.mark.parametrize(
+    "words, status, text",
+    [(["--help"], 0, "commands:"), ([], 2, "commands:"), (["--version"], 0, "hf-falcon "), (["tran"], 2, "`train`?")],
+)
+def test_nothing_heavy_is_imported_before_a_command_runs(tmp_path, program, words, status, text):
+    result = run(tmp_path, *program, *words)
+    assert result.returncode == status and text in result.stdout + result.stderr
+    assert result.stderr.splitlines()[-1] == "imported:"
+
+
+def test_a_command_finds_the_drafters_installed(tmp_path, program):
+    """As after `import hf_falcon` elsewhere; the public names are there too."""
+    command = "import hf_falcon\nfrom transformers import GenerationMixin\n\ndef main(argv):\n"
+    command += "    assert GenerationMixin._assisted_decoding._is_falcon_hook\n"
+    command += "    assert hf_falcon.FalconDraftModel.__module__ == 'hf_falcon.core.drafter'\n"
+    command += "    assert 'FalconDraftModel' in dir(hf_falcon) and 'enable' in hf_falcon.__all__\n"
+    command += "    print('ran', *argv)\n    return 3\n"
+    (tmp_path / "stand_in.py").write_text(command)
+    alias = "import sys, importlib.abc, importlib.util\n"
+    alias += "class Finder(importlib.abc.MetaPathFinder):\n    def find_spec(self, name, path, target=None):\n"
+    alias += "        if name == 'hf_falcon.commands.demo':\n"
+    alias += f"            return importlib.util.spec_from_file_location(name, {str(tmp_path / 'stand_in.py')!r})\n"
+    alias += "sys.meta_path.insert(0, Finder())\n"
+    (tmp_path / "sitecustomize.py").write_text(alias)
+    variables = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), SOURCE])}
+    words = [sys.executable, *program, "demo", "a", "b"]
+    result = subprocess.run(words, env=variables, capture_output=True, text=True, timeout=300)
+    assert (result.returncode, result.stdout) == (3, "ran a b\n"), result.stderr
+
+
+def test_elsewhere_an_import_installs_the_drafters(tmp_path):
+    code = "import hf_falcon, transformers; print(transformers.GenerationMixin._assisted_decoding._is_falcon_hook)"
+    # Words of another program that look like the command line's.
+    result = run(tmp_path, "-c", code, "-m", "hf_falcon")
+    assert result.returncode == 0 and int(result.stdout) > 0, result.stderr
+    with pytest.raises(AttributeError, match="no attribute 'Falcon'"):
+        hf_falcon.Falcon  # noqa: B018
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """Lets `hf-falcon demo` raise an error."""
+
+    def install(error):
+        module = type(sys)("hf_falcon.commands.demo")
+
+        def run(argv):
+            raise error
+
+        module.main = run
+        monkeypatch.setitem(sys.modules, "hf_falcon.commands.demo", module)
+
+    monkeypatch.delenv("HF_FALCON_DEBUG", raising=False)
+    return install
+
+
+@pytest.mark.parametrize(
+    "error, line",
+    [
+        (RuntimeError("`torch.compile` could not compile"), "`torch.compile` could not compile"),
+        (ImportError("No module named 'rich'"), "No module named 'rich'"),
+        (OSError("We couldn't connect.\n\n  Check it."), "We couldn't connect. Check it."),
+        (ValueError(), "ValueError"),
+    ],
+)
+def test_expected_errors_are_one_line(failing, capsys, monkeypatch, error, line):
+    failing(error)
+    assert entry.main(["demo"]) == 1
+    assert capsys.readouterr().err == f"hf-falcon demo: error: {line}\n"
+    monkeypatch.setenv("HF_FALCON_DEBUG", "1")
+    with pytest.raises(type(error)):
+        entry.main(["demo"])
