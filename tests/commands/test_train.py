@@ -81,7 +81,8 @@ def test_what_a_run_leaves_to_look_at(workplace, tmp_path, capsys, monkeypatch, 
     assert [row["step"] for row in history if "eval_top8_depth2" in row] == [2, 3]
     assert all(0 <= row["eval_estimated_tau_tree"] <= 2 for row in history if "eval_loss" in row)
     final = [row for row in history if "final_tau" in row]
-    assert len(final) == (prompts > 0) == ("2 held-out prompts decoded: tau " in capsys.readouterr().out)
+    assert len(final) == (prompts > 0) == ("2 held-out prompts decoded: " in (printed := capsys.readouterr().out))
+    assert (" tokens a round (tau " in printed) == (prompts > 0)
     assert all(0 <= row["final_alpha"] <= 1 for row in final)
     image = (tmp_path / "training.png").read_bytes()
     assert image.startswith(b"\x89PNG") and len(image) > 10_000

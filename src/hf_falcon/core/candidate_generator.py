@@ -223,6 +223,9 @@ class FalconCandidateGenerator(CandidateGenerator):
         Args:
             input_ids, max_depth: see `propose`.
             rows (`int`, *optional*, defaults to 1): rows of the batch that draft one after the other.
+
+        Returns:
+            The round. Its `finish` makes the [`DraftTree`].
         """
         self._match = self._look_up(input_ids, max_depth)
         self._decision = decision = self.policy.decide(self._match.matched, len(self._match.token_ids))
@@ -246,7 +249,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         return tree_round
 
     def expected_gain(self, log_probs: Tensor) -> Tensor:
-        """The gain of verifying nodes of the round that `draft` began; see [`DraftDecision.expected_gain`]."""
+        """The gain of verifying nodes with these `log_probs` in the round; see [`DraftDecision.expected_gain`]."""
         return self._decision.expected_gain(log_probs)
 
     def update(

@@ -1,9 +1,9 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-Everything that hf_falcon uses of transformers without a documented interface: the hook that makes
-`generate(assistant_model=drafter)` work, as transformers has no plug-in point for it, and the private names that a
-decoding loop needs. No other file uses a private name of transformers. Each one is listed with its use, and with the
-behaviour of hf_falcon when a version of transformers lacks it.
+The hook: it makes `generate(assistant_model=drafter)` work, as transformers has no plug-in point for it.
+
+This is also the only file that uses private names of transformers. The docstring of each function says why it needs
+the name, and what happens if a version of transformers lacks it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MARK = "_is_falcon_hook"
 # The value of the mark: 1 wrapped `_assisted_decoding`, 2 also `_validate_generation_mode`, 3 also `generate`. The
 # newest copy wraps, and serves the drafters of all copies: each drafter brings its own decoding loop, and the hook
 # only prepares the arguments and calls `drafter.assisted_decoding`. An older copy leaves newer wrappers in place.
-# Drafters of version 1 and 2 read their options from the attributes of `generation_config`, as ever.
+# Drafters of version 1 and 2 read their options from the attributes of `generation_config`.
 _VERSION = 3
 _disabled = False
 
@@ -53,7 +53,7 @@ _OLD_OPTION_NAMES = (
 )
 # The attribute of a prepared generation configuration that holds the settings of the call.
 _SETTINGS = "_falcon_call_settings"
-# The settings of the `generate` call that this thread or task is in. `generate` passes no unknown argument on.
+# The settings of the `generate` call that this thread or task is in: `generate` passes on no argument of ours.
 _settings_of_call: ContextVar[dict[str, Any] | None] = ContextVar("settings_of_call", default=None)
 # The drafter that each target loaded last by its name. It is freed with its target.
 _loaded: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = weakref.WeakKeyDictionary()
@@ -124,7 +124,7 @@ def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(self, *args, **kwargs)
         more: dict[str, Any] = call.arguments.setdefault("kwargs", {})
         assistant = call.arguments.get("assistant_model")
-        # A custom `generate` gets all arguments as they are. If it calls `generate` again, that call comes here.
+        # A custom `generate` gets all arguments unchanged. If it calls `generate` again, this wrapper runs then.
         if assistant is None or call.arguments.get("custom_generate") is not None:
             return stock(self, *args, **kwargs)
         if isinstance(assistant, (str, os.PathLike)):
@@ -173,29 +173,29 @@ def _settings_in(config: GenerationConfig | None) -> dict[str, Any]:
 
 def _load_drafter(target: PreTrainedModel, name: str | os.PathLike[str], trust_remote_code: bool | None) -> Any:
     """
-    The drafter in a folder or a repository of the Hub, in the target's dtype and on its device. It is loaded once for
-    each target, and again if the folder was saved again. Anything else than a Falcon drafter is returned as the name
-    that was given.
+    Loads the drafter in a folder or a repository of the Hub, in the target's dtype and on its device. Each target
+    loads it once, and again after the folder was saved again. If it is no Falcon drafter, the name itself is returned.
     """
-    if PreTrainedConfig.get_config_dict(name)[0].get("model_type") != "falcon_draft":
-        return name
     config_file = Path(name, "config.json")
     saved = config_file.stat().st_mtime_ns if config_file.is_file() else None
     wanted = (str(name), saved, target.dtype, target.device)
     known, drafter = _loaded.get(target, (None, None))
-    if drafter is None or known != wanted:
-        # Parameters that are made in inference mode could not be used outside it.
-        with torch.inference_mode(False):
-            drafter = AutoModel.from_pretrained(name, dtype=target.dtype, trust_remote_code=trust_remote_code)
-            drafter = drafter.to(target.device).eval()
-        _loaded[target] = (wanted, drafter)
+    if drafter is not None and known == wanted:
+        return drafter
+    if PreTrainedConfig.get_config_dict(name)[0].get("model_type") != "falcon_draft":
+        return name
+    # Parameters that are made in inference mode could not be used outside it.
+    with torch.inference_mode(False):
+        drafter = AutoModel.from_pretrained(name, dtype=target.dtype, trust_remote_code=trust_remote_code)
+        drafter = drafter.to(target.device).eval()
+    _loaded[target] = (wanted, drafter)
     return drafter
 
 
 def _wrap_assisted_decoding(stock: Callable[..., Any]) -> Callable[..., Any]:
     """
-    Wraps the decoding loop that `generate` calls if there is an assistant. If transformers lacks it, a call with a
-    drafter raises an error that says so.
+    Wraps the decoding loop that `generate` runs with an assistant. If transformers lacks it, a call with a drafter
+    raises an error that names it.
     """
 
     def assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -218,9 +218,9 @@ def _wrap_assisted_decoding(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 def _wrap_validate_generation_mode(stock: Callable[..., Any]) -> Callable[..., Any]:
     """
-    Wraps the checks of `generate` for assisted decoding. A Falcon drafter takes the calls that plain decoding takes:
-    with several sequences a prompt, and with targets that keep a recurrent state. If transformers lacks this method,
-    its checks apply, wherever they are.
+    Wraps the checks of `generate` for assisted decoding. A Falcon drafter supports all calls of plain decoding, also
+    several sequences a prompt, and targets that keep a recurrent state. If transformers lacks this method, it may
+    refuse these calls with its own error.
     """
 
     def validate(self: Any, mode: GenerationMode, config: GenerationConfig, kwargs: dict[str, Any]) -> None:

@@ -274,7 +274,7 @@ def _failures_named(subject: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise RuntimeError(
-            f"`torch.compile` could not compile {subject} ({type(error).__name__}: {reason}): remove that cause, or "
+            f"`torch.compile` could not compile {subject}: {type(error).__name__}: {reason}. Remove that cause, or "
             "generate without `compile_rounds`."
         ) from error
 
