@@ -83,9 +83,9 @@ def check(assisted, name, draft="oracle", **kwargs):
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_rows_equal_plain_rows(name, assisted):
-    # Every target has four of the ways, and every way has many targets.
+    # Every target has two of the ways, both drafts and both schedules, and every way has many targets.
     first = list(TARGETS).index(name)
-    for step, (draft, pace) in enumerate(itertools.product(ACCURACIES, PACES)):
+    for step, (draft, pace) in enumerate(zip(ACCURACIES, PACES if first % 2 else reversed(PACES))):
         way = list(WAYS)[(first + 2 * step) % len(WAYS)]
         check(assisted, name, draft, pace=pace, block_size=1 + step % 2, **WAYS[way])
 
