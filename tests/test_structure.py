@@ -21,15 +21,10 @@ SHIPPED = PACKAGE.parents[1] / "hub_cards"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 CORE_FILES_AT_MOST = 20
-# Private names of transformers, and the one file that may use each of them.
-_HOOK = "core/hook.py"
-PRIVATE_NAMES = {
-    **dict.fromkeys(("_assisted_decoding", "_validate_generation_mode", "_prefill", "_sample"), _HOOK),
-    **dict.fromkeys(("_get_default_generation_params", "_from_model_config", "_pad_token_tensor"), _HOOK),
-    **dict.fromkeys(("_is_user_defined", "_is_stateful", "_prefix_allowed_tokens_fn", "record_past"), _HOOK),
-    # The core never changes how a target computes its attention.
-    "sdpa_attention_forward": "cpu/grouped_attention.py",
-}
+# Private names of transformers, and what replaces an attention function of all models.
+PRIVATE_NAMES = ["_assisted_decoding", "_validate_generation_mode", "_prefill", "_sample"]
+PRIVATE_NAMES += ["_get_default_generation_params", "_from_model_config", "_pad_token_tensor", "_is_user_defined"]
+PRIVATE_NAMES += ["_is_stateful", "_prefix_allowed_tokens_fn", "record_past", "AttentionInterface"]
 
 
 @functools.cache
@@ -130,8 +125,12 @@ def identifiers(file: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", PRIVATE_NAMES)
 def test_private_names_of_transformers_are_in_one_file(name):
-    found = [file.relative_to(PACKAGE).as_posix() for file in FILES if name in identifiers(file)]
-    assert set(found) <= {PRIVATE_NAMES[name]}
+    assert {file for file in FILES if name in identifiers(file)} <= {CORE / "hook.py"}
+
+
+def test_sdpa_of_transformers_comes_by_way_of_the_hook():
+    module = "transformers.integrations.sdpa_attention"
+    assert {file for file in FILES if module in imported_names(file)} <= {CORE / "hook.py"}
 
 
 @pytest.fixture(scope="module")
