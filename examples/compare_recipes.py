@@ -4,7 +4,7 @@ Trains a drafter by every recipe on the same tokens, decodes with each, and prin
 
     python examples/compare_recipes.py --data tokens.safetensors --prompts mt_bench.jsonl humaneval.jsonl gsm8k.jsonl
 
-Goes on where it was killed.
+Resumes after an interruption.
 """
 
 import argparse
@@ -56,12 +56,15 @@ def main() -> None:
     parser.add_argument("--prompts", nargs="+", required=True, help="JSON-lines files whose first turns are decoded")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/recipes"))
     parser.add_argument("--target", help="target, from the Hub or a folder; the demo's if left out")
-    parser.add_argument("--features_dir", help="keep the target's features here, for recipes that read no other layer")
+    parser.add_argument("--features_dir", help="folder for features, for recipes that read no other layer")
     parser.add_argument("--max_steps", default="100", help="steps of 8 samples")
     parser.add_argument("--limit", default="3", help="prompts of each file")
     parser.add_argument("--max_new_tokens", default="64", help="new tokens a prompt")
     arguments = parser.parse_args()
-    print("| recipe | right at depth 1, 2, 3, 4 | tau, chain | tau, tree |\n| --- | --- | --- | --- |", flush=True)
+    print(
+        "| recipe | top-1 at depth 1, 2, 3, 4 | tau, chain | tau, tree |\n| --- | --- | --- | --- |",
+        flush=True,
+    )
     for number, (name, options) in enumerate(RECIPES.items()):
         print(row(arguments, arguments.output_dir / f"{number:02d}", name, options.split()), flush=True)
 
@@ -81,7 +84,7 @@ def row(arguments: argparse.Namespace, folder: Path, name: str, options: list[st
 
 
 def train(arguments: argparse.Namespace, folder: Path, options: list[str]) -> None:
-    """Trains one drafter, or what is left of it to train."""
+    """Trains one drafter; resumes its training after an interruption."""
     if (folder / "trainer_state.json").exists():
         return
     words = ["--data", *arguments.data, "--output_dir", str(folder), "--max_steps", arguments.max_steps]
@@ -94,7 +97,7 @@ def train(arguments: argparse.Namespace, folder: Path, options: list[str]) -> No
 
 
 def train_from_target_layers(arguments: argparse.Namespace, folder: Path, options: list[str]) -> None:
-    """Trains a drafter whose decoder layers start as copies of the target's last ones, which must be of its shape."""
+    """Trains a drafter whose decoder layers start as copies of the target's last layers, of the same shape."""
     new, started = folder / "new", folder / "started"
     if not (folder / "trainer_state.json").exists():
         # A step at no learning rate leaves the drafter as `train` makes it.
@@ -124,7 +127,7 @@ def train_and_average(arguments: argparse.Namespace, folder: Path, options: list
 
 
 def decode(arguments: argparse.Namespace, folder: Path, name: str, options: list[str], passes: int) -> list[dict]:
-    """What `hf-falcon evaluate` finds in each file of prompts."""
+    """The results of `hf-falcon evaluate` for each file of prompts."""
     kept = folder / f"{name}.json"
     if not kept.exists():
         words = ["--data", *arguments.prompts, "--drafter", str(folder), "--limit", arguments.limit]
@@ -146,7 +149,7 @@ def tau(results: list[dict]) -> float:
 
 
 def by_depth(results: list[dict]) -> str:
-    """Share of first choices that were right at each depth of a chain, where all before them were."""
+    """Accuracy of the first choice at each depth of a chain, if all choices before it were the target's."""
     right = [sum(result["rounds"] for result in results)]
     for depth in range(DEPTH):
         shares = [(result["accepted_by_depth"] + [0] * DEPTH)[depth] for result in results]

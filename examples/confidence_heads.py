@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-What tells best whether a drafter's first choice is the target's: its own probability, a decision model that knows
-more of its distribution, or a confidence head on its features? Fits each on one half of the samples that the drafter
-did not learn from, asks it about the other half, and prints a table.
+Compares three predictors of whether a drafter's first choice is the target's: the drafter's own probability, a
+decision model that reads more of its distribution, and a confidence head on its features. Fits each on one half of the
+held-out samples, evaluates it on the other half, and prints a table.
 
     python examples/confidence_heads.py --data tokens.safetensors
 
@@ -75,7 +75,7 @@ def first_choices(
 
 
 def fit(known: Tensor, right: Tensor) -> Callable[[Tensor], Tensor]:
-    """A logistic regression, with the weight decay that serves the last quarter best; a function that gives logits."""
+    """Fits a logistic regression, with the weight decay that is best on the last quarter; returns its function."""
     cut = len(right) * 3 // 4
 
     def loss_beyond_the_cut(decay: float) -> float:
@@ -138,7 +138,7 @@ def main() -> None:
     one, other = choices_of(range(len(data) - arguments.held_out, middle)), choices_of(range(middle, len(data)))
     right = torch.cat((one[1], other[1]))
     own = torch.cat((one[0], other[0]))[:, 3]
-    print(f"{len(right):,} first choices of {PASSES} passes, {100 * right.mean():.1f} % of them the target's\n")
+    print(f"{len(right):,} first choices of {PASSES} passes, top-1 accuracy {100 * right.mean():.1f} %\n")
     print("| judge | log loss | AUC |\n| --- | --- | --- |")
     print(f"| own probability, as it is | {log_loss(own, right):.3f} | {auc(own, right):.3f} |")
     for name, columns in JUDGES.items():

@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-Fits a decision model (improved MCSD), which says after each draft pass whether another one is of use, and compares it
-with the rule that drafting goes by: with the drafter's own probability of the paths that the pass would continue.
-Each is asked about one half of the prompts, having been fitted on the other.
+Fits a decision model (improved MCSD), which predicts after each draft pass whether another pass pays, and compares it
+with the rule of the drafting policy: the drafter's own probability of the paths that the pass would continue.
+Each is fitted on one half of the prompts and evaluated on the other.
 
     python examples/decision_model.py --data tokens.safetensors --output decision.json
     hf-falcon bench --methods plain,falcon,falcon_classifier --decision decision.json --data ...
@@ -26,7 +26,7 @@ from hf_falcon.training.token_file import TokenFile
 
 
 class Recorder(DraftPolicy):
-    """Drafts all passes, and keeps what was known before each but the first."""
+    """Drafts all passes, and records the model's inputs before each pass but the first."""
 
     def __init__(self, options: DraftOptions):
         super().__init__(options, AcceptanceStats())
@@ -46,7 +46,7 @@ class Recorder(DraftPolicy):
 
 
 def right_depth(tree: DraftTree, text: list[int]) -> int:
-    """How many tokens of a text, from its beginning, are a path of the tree."""
+    """The number of tokens, from the start of a text, that are a path of the tree."""
     nodes = {
         (parent, token): n for n, (parent, token) in enumerate(zip(tree.parents.tolist(), tree.token_ids.tolist()))
     }
@@ -97,9 +97,9 @@ def main() -> None:
     parser.add_argument("--data", required=True, help="the token file that the drafter was trained on")
     parser.add_argument("--target", help="target, from the Hub or a folder; the demo's if left out")
     parser.add_argument("--drafter", help="drafter, from the Hub or a folder; the demo's if left out")
-    parser.add_argument("--prompts", type=int, default=24, help="of the samples that it did not learn from, the last")
+    parser.add_argument("--prompts", type=int, default=24, help="held-out samples to use, from the end of the data")
     parser.add_argument("--new_tokens", type=int, default=64, help="length of an answer")
-    parser.add_argument("--output", default="decision.json", help="where the model is written")
+    parser.add_argument("--output", default="decision.json", help="file for the model")
     arguments = parser.parse_args()
     data = TokenFile.load(arguments.data)
     if not 2 <= arguments.prompts <= len(data):
@@ -117,7 +117,7 @@ def main() -> None:
     right = torch.cat((right_one, right_other))
     model = torch.cat((_judge(other, right_other, one), _judge(one, right_one, other)))
     rule = torch.cat((rule_one, rule_other)).clamp(1e-6, 1 - 1e-6)
-    print(f"{len(right):,} passes, {100 * right.mean():.1f} % of them with a right token\n")
+    print(f"{len(right):,} passes, {100 * right.mean():.1f} % of them with a token of the target's output\n")
     print("| judge | log loss |\n| --- | --- |")
     print(f"| probability of the paths | {F.binary_cross_entropy(rule, right):.3f} |")
     print(f"| decision model | {F.binary_cross_entropy(model, right):.3f} |")

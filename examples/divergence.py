@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-How often a text is not that of plain decoding of the same prompt alone: plain decoding in a left-padded batch, the
-yardstick, and assisted decoding. In float32 never; in bfloat16 near-ties may fall the other way.
+Counts the outputs that diverge from plain decoding of a single prompt: outputs of assisted decoding, and, to compare
+them with, of plain decoding in a left-padded batch. In float32 none diverges; in bfloat16 near-ties may.
 
     python examples/divergence.py --data mt_bench.jsonl humaneval.jsonl --limit 4 --max_new_tokens 48
 """
@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("--max_new_tokens", type=int, default=48)
     parser.add_argument("--batch_size", type=int, default=4)
     parser.add_argument("--target", help="target, from the Hub or a folder; the demo's if left out")
-    parser.add_argument("--drafter", help="its drafter, likewise")
+    parser.add_argument("--drafter", help="its drafter; the demo's if left out")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--device")
     arguments = parser.parse_args()
@@ -37,13 +37,13 @@ def main() -> None:
     settings = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False, "pad_token_id": tokenizer.pad_token_id}
     settings["pad_token_id"] = 0 if settings["pad_token_id"] is None else settings["pad_token_id"]
 
-    partings: dict[str, list[Divergence]] = {"plain decoding in a batch": [], "assisted decoding": []}
-    batch, assisted = partings.values()
+    divergences: dict[str, list[Divergence]] = {"plain decoding in a batch": [], "assisted decoding": []}
+    batch, assisted = divergences.values()
     near_ties = foreseen = 0
     for start in tqdm(range(0, len(prompts), arguments.batch_size), unit="batch", leave=False):
         group = prompts[start : start + arguments.batch_size]
         for prompt, in_batch in zip(group, decode_batch(target, group, settings)):
-            # The mask says that nothing is padding, whatever tokens the prompt has.
+            # The mask: no token of the prompt is padding, whatever its id.
             inputs = {"input_ids": prompt, "attention_mask": torch.ones_like(prompt)}
             length = prompt.shape[1]
             alone = target.generate(**inputs, **settings)[0, length:].tolist()
@@ -58,12 +58,13 @@ def main() -> None:
 
     counts = f"{len(prompts)} prompts, {arguments.max_new_tokens} tokens, batches of {arguments.batch_size}"
     print(f"{counts}, {arguments.dtype}\n")
-    print("| against plain decoding alone | texts that part | at token, median | logit gap, median | largest |")
+    print("| against plain decoding alone | outputs that diverge | at token, median | logit gap, median | largest |")
     print("| --- | --- | --- | --- | --- |")
-    for name, found in partings.items():
+    for name, found in divergences.items():
         print(f"| {name} | {len(found)}/{len(prompts)} | {' | '.join(summary(found))} |")
     print(
-        f"\nNear-ties of assisted decoding: {near_ties}. Texts that part at one of them: {foreseen}/{len(assisted)}."
+        f"\nNear-ties of assisted decoding: {near_ties}. "
+        f"Outputs that diverge at one of them: {foreseen}/{len(assisted)}."
     )
 
 

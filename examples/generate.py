@@ -1,12 +1,12 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-Generates one answer with a drafter, and says what the drafter gained.
+Generates one answer with a drafter, and prints its acceptance.
 
     python examples/generate.py "How do tides work?"
 
 Hardware: two CPU cores, after `make setup` (the target comes in a wheel, the drafter in hub_cards/).
 Minutes: under one.
-Expected: an answer as it is written, then about one draft token accepted a round.
+Expected: an answer while it is generated, then about two tokens a round.
 
 With models of your own, replace the two loads by transformers' `from_pretrained`:
 
@@ -38,8 +38,8 @@ def main() -> None:
     )
     statistics = output.draft_statistics
     print(
-        f"\n{statistics.new_tokens} tokens in {statistics.rounds} rounds: {statistics.tau:.2f} draft tokens accepted "
-        f"a round, {100 * statistics.alpha:.0f} % of the text drafted"
+        f"\n{statistics.new_tokens} tokens in {statistics.rounds} rounds: {statistics.tau + 1:.2f} tokens a "
+        f"round (tau {statistics.tau:.2f}), {100 * statistics.alpha:.0f} % of them drafted"
     )
 
 

@@ -1,11 +1,11 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-Prints what a round takes beside a plain step, by the length of the context, and which of its parts grow.
+Prints the time of a round and of a plain step, and of the parts of a round, by the length of the context.
 
     OMP_NUM_THREADS=2 python examples/long_context.py --dtype float32
 
 A plain step is transformers' own: one token over a `DynamicCache`. All are timed in turns; the shortest time of each
-counts, as what else the machine does only adds to it. Less than a minute on two cores.
+counts, as other work of the machine only adds to it. Less than a minute on two cores.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--lengths", nargs="+", type=int, default=[256, 1024, 4096], help="tokens of context")
     parser.add_argument("--nodes", type=int, default=8, help="draft nodes of a tree")
     parser.add_argument("--passes", type=int, default=3, help="draft passes of a round")
-    parser.add_argument("--turns", type=int, default=20, help="times that everything is timed")
+    parser.add_argument("--turns", type=int, default=20, help="number of measurements")
     parser.add_argument("--pack", action="store_true", help="pack the weights of both, for plain steps too")
     parser.add_argument("--compile", action="store_true", help="compile the rounds, for trees of that size")
     parser.add_argument(
@@ -68,7 +68,7 @@ def main() -> None:
 
 
 class Context:
-    """A target and a drafter behind `length` tokens."""
+    """A target and a drafter after `length` tokens."""
 
     def __init__(self, target, drafter, length):
         self.length = length
@@ -87,7 +87,7 @@ class Context:
         self._generator.commit(features, self._ids)
 
     def turn(self, clock):
-        """Times one plain step and one round, and takes both back."""
+        """Times one plain step and one round, and undoes both."""
         root, seconds = self._ids[0, -1:], self.seconds
         start = clock()
         self._target(root[None], past_key_values=self._cache, use_cache=True)
@@ -109,7 +109,7 @@ class Context:
 
 
 def filled_cache(target, length):
-    """A cache that holds one token `length` times: times do not depend on what is in it."""
+    """A cache that holds one token `length` times: the time does not depend on its content."""
     cache = DynamicCache(config=target.config)
     target(torch.zeros(1, 1, dtype=torch.long, device=target.device), past_key_values=cache, use_cache=True)
     for layer in cache.layers:

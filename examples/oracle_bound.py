@@ -1,13 +1,13 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-Compares the speed-up of a drafter that is always right with what its costs allow, and prints where the time goes.
+Compares the speed-up of a drafter that is always right with the bound of its costs, and prints the time by part.
 
     OMP_NUM_THREADS=2 python examples/oracle_bound.py --dtype bfloat16
 
 The drafter runs all its passes, but the true next tokens are put among its candidates, so every round emits the depth
-of its tree and one token more. With T(n), the target's forward over the tree, and the drafting of a round, timed by
-themselves, a round cannot take less than both: that is the bound. All are timed in turns; of each the shortest time
-counts, as what else the machine does only adds to it. About two minutes on two cores.
+of its tree and one token more. T(n), the target's forward over the tree, and the drafting of a round are timed on
+their own; a round cannot take less than their sum, which is the bound. All are timed in turns; the shortest time of
+each counts, as other work of the machine only adds to it. About two minutes on two cores.
 """
 
 import argparse
@@ -32,7 +32,7 @@ PROMPTS = (
 
 
 class Oracle(FalconCandidateGenerator):
-    """Runs all of the drafter, and puts the true continuation first among the candidates."""
+    """Runs all passes of the drafter, and puts the true next tokens first among the candidates."""
 
     truth: torch.Tensor
 
@@ -62,8 +62,8 @@ def main() -> None:
     parser.add_argument("--nodes", type=int, default=8, help="draft nodes of a tree")
     parser.add_argument("--passes", type=int, default=3, help="draft passes of a round")
     parser.add_argument("--rounds", type=int, default=12, help="rounds of a call")
-    parser.add_argument("--turns", type=int, default=5, help="times that everything is timed")
-    parser.add_argument("--profile", action="store_true", help="print a profile of one call's operators, too")
+    parser.add_argument("--turns", type=int, default=5, help="number of measurements")
+    parser.add_argument("--profile", action="store_true", help="also print a profile of one call's operators")
     arguments = parser.parse_args()
     target, tokenizer = load_target(arguments.target, arguments.dtype)
     drafter = load_drafter(arguments.drafter, arguments.dtype)
@@ -88,7 +88,7 @@ def main() -> None:
 
 
 class Call:
-    """One prompt, and the seconds that things take with it."""
+    """One prompt, and the seconds of each part."""
 
     def __init__(self, target, drafter, tokenizer, text, new_tokens):
         self._target, self._drafter, self._new_tokens = target, drafter, new_tokens
@@ -102,7 +102,7 @@ class Call:
         self._run, self._generator = self._part_by_part(self._truth[:, :length])
 
     def turn(self):
-        """Times everything once."""
+        """Times all parts once."""
         self._time("plain", lambda: self._generate(self._new_tokens))
         self._time("plain_prompt", lambda: self._generate(1))
         Oracle.truth = self._truth[0].to(self._drafter.device)
@@ -131,7 +131,7 @@ class Call:
         )
 
     def profile(self):
-        """Prints which operators a call's time goes to, by the part that they belong to."""
+        """Prints the time of each operator in one call, by part."""
         with profile(activities=[ProfilerActivity.CPU]) as profiler:
             self._generate(self._new_tokens, assistant_model=self._drafter)
         print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=25, max_name_column_width=45))
@@ -142,7 +142,7 @@ class Call:
         )
 
     def _settle(self, truth):
-        """The text that trees of it give: in bfloat16 it may differ from plain decoding's where two tokens tie."""
+        """The output of decoding with trees: in bfloat16 it may diverge from plain decoding's at near-ties."""
         while True:
             Oracle.truth = truth[0].to(self._drafter.device)
             found = self._generate(self._new_tokens, assistant_model=self._drafter).sequences
@@ -151,7 +151,7 @@ class Call:
             truth = found
 
     def _part_by_part(self, ids):
-        """The target and the drafter behind `ids`."""
+        """The target and the drafter after `ids`."""
         kwargs = {"past_key_values": DynamicCache(config=self._target.config), "use_cache": True}
         run = TargetRun(self._target, ids, self._target.generation_config, kwargs)
         _, self._features = run.prefill(ids[:, :-1])
@@ -162,7 +162,7 @@ class Call:
         return run, generator
 
     def _draft(self):
-        """The drafting of one round after all of a tree's depth was accepted."""
+        """The drafting of one round, after a path of full depth was accepted."""
         tokens = self._root.expand(1, self._accepted)
         self._generator.commit(self._features[:, -self._accepted :], tokens)
         self._generator.propose(self._root, self._generator.max_depth)

@@ -1,6 +1,6 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-The same sampled answer from a text-generation pipeline, without and with a drafter.
+The same sampled answer from a text-generation pipeline, with and without a drafter.
 
     python examples/pipeline.py "Why is the sky blue?"
 

@@ -5,10 +5,10 @@ Pushes a drafter with its code to the Hub, and loads it from there.
     python examples/push.py runs/example/drafter user/my-drafter
 
 Hardware: any; needs `hf auth login`, or the token in HF_TOKEN.
-Minutes: under one, the upload of the weights apart.
-Expected: the commit's address and "loaded from the Hub". The repository is private: publish it in its settings.
+Minutes: under one, plus the upload of the weights.
+Expected: the address of the commit and "loaded from the Hub". The repository is private: publish it in its settings.
 
-`hf-falcon push FOLDER NAME` does the same, and writes the model card anew.
+`hf-falcon push FOLDER NAME` does the same, and also writes the model card.
 """
 
 import sys

@@ -9,11 +9,12 @@ side.
 
 Hardware: two CPU cores, after `make setup`.
 Minutes: ready in some ten seconds.
-Expected: one text in both columns, the drafted one sooner. With `--dtype bfloat16` both are faster, and near-ties can
-part them. `--pack` makes both columns faster, `--compile` the drafted one, after some minutes at the start.
+Expected: the same text in both columns, the drafted one sooner. With `--dtype bfloat16` both are faster, and may
+diverge at near-ties. `--pack` makes both columns faster, `--compile` the drafted one, after some minutes at the start.
 
-The model "plain" decodes without the drafter. An answer is greedy unless `temperature` is above 0. One is written at a
-time, others wait. There are no users or passwords here: listen on 127.0.0.1 only, or behind something that has them.
+The model "plain" decodes without the drafter. An answer is greedy unless `temperature` is above 0. One answer is
+generated at a time, others wait. There are no users or passwords: listen on 127.0.0.1 only, or behind a proxy that has
+them.
 """
 
 import argparse

@@ -40,7 +40,7 @@ def test_decision_model(tmp_path):
 )
 def test_files_that_are_no_decision_model(tmp_path, text):
     (tmp_path / "decision.json").write_text(text)
-    with pytest.raises(ValueError, match="fit it anew, by examples/decision_model.py"):
+    with pytest.raises(ValueError, match="with examples/decision_model.py"):
         DecisionModel.load(tmp_path / "decision.json")
 
 

@@ -31,7 +31,7 @@ def test_metrics():
     # Medians of 3 and 6 seconds against 1.5 and 2; a share of each prompt's time, not a mean of ratios.
     assert falcon["speedup"] == pytest.approx(9 / 3.5)
     assert falcon["speedup_spread"] == pytest.approx([2.25, 2.75])
-    assert (falcon["tau"], falcon["alpha"]) == (3 / 5, 3 / 8)
+    assert (falcon["tokens_per_round"], falcon["tau"], falcon["alpha"]) == (1 + 3 / 5, 3 / 5, 3 / 8)
     assert falcon["accepted_by_depth"] == [2 / 5, 1 / 5]
     assert falcon["time"] == {"target": 4.0, "drafter": 1.0, "other": 0.5}
     assert falcon["peak_memory_mb"] == 12.0

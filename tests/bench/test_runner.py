@@ -166,7 +166,7 @@ def test_methods_that_cannot_run(models):
 @pytest.mark.parametrize(
     "name, message",
     [
-        ("fast", "`methods` has 'fast': choose of plain, plain_compiled, "),
+        ("fast", "`methods` has 'fast': choose from plain, plain_compiled, "),
         ("plain@8", "`methods` has 'plain@8', but `plain` has no trees: leave out '@8'"),
         ("falcon@", "give a number of nodes after the @, as in `falcon@8`"),
         ("falcon@0", "`methods` has 'falcon@0': give a number"),

@@ -57,11 +57,11 @@ def test_evaluate_of_a_target_that_is_decoded_plainly(saved, capsys):
     assert "decoded plainly" in line and "ALiBi" in line
 
 
-def test_tokens_a_round_are_tau_and_one(saved, capsys):
+def test_tokens_per_round_are_tau_and_one(saved, capsys):
     words = ["evaluate", "--data", str(saved / "prompts.jsonl"), "--max_new_tokens", "8", *words_for(saved, "llama")]
     assert entry.main([*words, "--check", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["data"]["prompts"]
-    assert found["tokens_a_round"] == 1 + found["tau"] and found["divergences"] == []
+    assert found["tokens_per_round"] == 1 + found["tau"] and found["divergences"] == []
     assert entry.main(words) == 0
     assert "tokens/round: tau + 1, the acceptance length" in capsys.readouterr().out
 

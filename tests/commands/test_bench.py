@@ -141,7 +141,7 @@ def test_medusa_like_comes_along_for_the_demos_target(monkeypatch, tmp_path):
 
 
 def test_bench_says_that_all_was_measured_before(arguments, tmp_path, capsys):
-    line = f"All of it was measured before: delete {tmp_path / 'out' / TRACES_NAME} to measure it again."
+    line = f"All answers were measured before: delete {tmp_path / 'out' / TRACES_NAME} to measure it again."
     for measured in (False, True):
         assert bench.main(arguments) == 0
         assert (line in capsys.readouterr().out) is measured
@@ -170,7 +170,7 @@ def test_bench_fails_where_float32_differs(arguments, monkeypatch, capsys):
         (["--drafters", "k2"], "`drafters` has 'k2'; write NAME=FOLDER"),
         (["--drafters", "falcon=runs/k2"], "`drafters` has 'falcon=runs/k2'"),
         (["--drafters", "k2=a", "--drafters", "k2=b"], "`drafters` has the name 'k2' more than once"),
-        (["--data", "elsewhere/prompts.jsonl"], "two have the same name"),
+        (["--data", "elsewhere/prompts.jsonl"], "two files have the same name"),
     ],
 )
 def test_wrong_bench_arguments(arguments, words, message):

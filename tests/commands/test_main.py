@@ -217,6 +217,7 @@ def test_summary_is_the_documented_object():
         "plain_seconds": 3.0,
         "assisted_seconds": 2.0,
         "speedup": 1.5,
+        "tokens_per_round": 2.25,
         "tau": 1.25,
         "alpha": 0.5,
         "identical": True,
@@ -228,7 +229,7 @@ def test_summary_is_the_documented_object():
 
 def test_table():
     head, rule, first, second = table([row(), row(name="a long name", identical=False)]).splitlines()
-    assert first.split() == ["chat", "100", "3.00", "2.00", "33.3", "50.0", "1.50", "1.25", "yes"]
+    assert first.split() == ["chat", "100", "3.00", "2.00", "33.3", "50.0", "1.50", "2.25", "1.25", "yes"]
     assert second.endswith("NO")
     assert len(head) == len(rule) == len(first) == len(second)
 

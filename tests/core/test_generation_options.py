@@ -4,6 +4,7 @@
 import pytest
 import torch
 from oracle import use_oracle
+from quick import one_in
 from tiny_models import (
     RECURRENT,
     VOCAB,
@@ -24,6 +25,8 @@ from hf_falcon.core.target_support import unsupported_reason
 # Full attention, a window, both of them in one model, and positions that are learnt.
 SOME = ("llama", "mistral-window", "gemma2", "qwen2-mixed", "gpt2")
 DRAFTS = ("random", "oracle")
+BUDGETS = [{"max_new_tokens": n} for n in (1, 2, 3, 5, 8)] + [{"max_length": 17}]
+SAMPLING = [{}, {"do_sample": True, "top_k": 9}, {"repetition_penalty": 1.5}]
 NEW_TOKENS = 30
 
 
@@ -49,9 +52,7 @@ def new_tokens(target, ids) -> list[int]:
     return plain(target, ids)[0, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("budget", [{"max_new_tokens": n} for n in (1, 2, 3, 5, 8)] + [{"max_length": 17}], ids=str)
+@pytest.mark.parametrize("name, draft, budget", one_in(3, SOME, DRAFTS, BUDGETS))
 def test_budget(name, draft, budget, assisted):
     target, ids = tiny_target(name), prompt(9)
     kwargs = {"max_new_tokens": None, **budget}
@@ -60,8 +61,7 @@ def test_budget(name, draft, budget, assisted):
     assert assisted(target, ids, draft, **kwargs).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name, draft", one_in(2, SOME, DRAFTS))
 def test_eos_at_every_place_of_a_path(name, draft, assisted):
     target, ids = tiny_target(name), prompt(9)
     tokens = new_tokens(target, ids)
@@ -78,8 +78,7 @@ def test_eos_at_every_place_of_a_path(name, draft, assisted):
         assert output.past_key_values.get_seq_length() == 9 + place
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("start", range(6))
+@pytest.mark.parametrize("start, draft", one_in(2, range(6), DRAFTS))
 def test_stop_string_across_draft_tokens(draft, start, assisted):
     target, ids, tokenizer = tiny_target("llama"), prompt(9), tiny_tokenizer()
     stop = tokenizer.decode(new_tokens(target, ids)[start : start + 3])
@@ -109,9 +108,7 @@ class Recorder(StoppingCriteria):
         return torch.tensor([input_ids.shape[1] >= self.length])
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name, draft, do_sample", one_in(3, SOME, DRAFTS, [False, True]))
 def test_stopping_criteria_are_asked_once_a_token(name, draft, do_sample, assisted):
     target, ids = tiny_target(name), prompt(9)
     ours, theirs = Recorder(24), Recorder(24)
@@ -152,9 +149,7 @@ def test_streamer(draft, stop, assisted):
     assert ours.ends == theirs.ends == 1
 
 
-@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "top_k": 9}, {"repetition_penalty": 1.5}], ids=str)
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name, draft, sampling", one_in(3, SOME, DRAFTS, SAMPLING))
 def test_scores_and_logits(name, draft, sampling, assisted):
     target, ids = tiny_target(name), prompt(9)
     kwargs = {"output_scores": True, "output_logits": True, "return_dict_in_generate": True, **sampling}
@@ -168,9 +163,7 @@ def test_scores_and_logits(name, draft, sampling, assisted):
         torch.testing.assert_close(torch.cat(ours), torch.cat(theirs), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("name", SOME)
-@pytest.mark.parametrize("only_new_tokens", [False, True])
+@pytest.mark.parametrize("only_new_tokens, name, draft", one_in(3, [False, True], SOME, DRAFTS))
 def test_conversation_goes_on_from_the_returned_cache(name, draft, only_new_tokens, assisted):
     """Two turns; each of plain and assisted decoding starts the second one from the other's cache and from its own."""
     target, ids = tiny_target(name), prompt(5)
@@ -199,8 +192,7 @@ def test_conversation_goes_on_from_the_returned_cache(name, draft, only_new_toke
     assert second_turn(assisted, *first_turn(assisted), **known) == reference
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name, draft", one_in(2, SOME, DRAFTS))
 def test_cache_without_windows(name, draft, assisted):
     """A user's own cache may keep more than a layer's window; the window holds all the same."""
     target, ids = tiny_target(name), prompt(2 * WINDOW)
@@ -208,9 +200,7 @@ def test_cache_without_windows(name, draft, assisted):
     assert output.tolist() == plain(target, ids).tolist()
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("length", [3, 20])
-@pytest.mark.parametrize("name", (*SOME, "opt"))
+@pytest.mark.parametrize("name, length, draft", one_in(3, (*SOME, "opt"), [3, 20], DRAFTS))
 def test_left_padding(name, length, draft, assisted):
     target = tiny_target(name)
     ids = torch.cat((torch.zeros(1, 4, dtype=torch.long), prompt(length)), dim=1)
@@ -221,8 +211,7 @@ def test_left_padding(name, length, draft, assisted):
     assert assisted(target, ids, draft, known=expected, attention_mask=mask).tolist() == expected.tolist()
 
 
-@pytest.mark.parametrize("chunk", [1, 4, 64])
-@pytest.mark.parametrize("name", SOME)
+@pytest.mark.parametrize("name, chunk", one_in(3, SOME, [1, 4, 64]))
 def test_prefill_in_chunks(name, chunk, assisted):
     target, ids = tiny_target(name), prompt(19)
     assert assisted(target, ids, "oracle", prefill_chunk_size=chunk).tolist() == plain(target, ids).tolist()
@@ -234,9 +223,7 @@ def test_drafter_of_another_target_is_refused():
         plain(tiny_target("qwen2"), prompt(9), assistant_model=drafter)
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("block_size", [1, 3])
-@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("draft, block_size, do_sample", one_in(2, DRAFTS, [1, 3], [False, True]))
 def test_statistics_agree_with_one_another(draft, block_size, do_sample, assisted):
     target, ids = tiny_target("llama"), prompt(9)
     known = plain(target, ids, do_sample=do_sample)

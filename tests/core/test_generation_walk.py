@@ -17,6 +17,7 @@ import pytest
 import torch
 import transformers
 from oracle import use_oracle
+from quick import quick
 from tiny_models import ROPE_SCALED, VOCAB, prompt, tiny_drafter, tiny_target, tiny_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -368,7 +369,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", quick(["dict"], WAYS))
 @pytest.mark.parametrize("field, row", rows(ASSISTED))
 def test_assisted(field, row, way, monkeypatch, warnings_given):
     returned, draft = WAYS[way]
@@ -388,6 +389,7 @@ def test_assisted(field, row, way, monkeypatch, warnings_given):
         assert output.draft_statistics.accepted_tokens > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("field, row", [each for each in rows(ASSISTED) if each.values[1].matters])
 def test_rows_matter(field, row):
     """Equality says nothing of a setting without effect."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from quick import one_in
 from tiny_models import TARGETS, hooks_of, prompt, tiny_drafter, tiny_target
 from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM
 
@@ -163,8 +164,7 @@ def test_threads_share_target_and_drafter():
     assert hooks_of(target) == 0
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 3])
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name, block_size", one_in(3, TARGETS, [1, 2, 3]))
 def test_candidate_generator_in_the_stock_loop(name, block_size, monkeypatch):
     """`get_candidates` gives a chain; transformers verifies it with its own loop."""
     target, ids = tiny_target(name), prompt(12)

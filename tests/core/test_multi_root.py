@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from quick import one_in
 from tiny_models import new_drafter, new_target, prompt, random_tokens, tiny_drafter, tiny_target
 from transformers.generation.streamers import BaseStreamer
 
@@ -17,15 +18,14 @@ def set_options(drafter, verification="multi_root", **options):
         setattr(drafter.generation_config, name, value)
 
 
-@pytest.mark.parametrize("block_size, num_lstm_layers, extra", DRAFTERS)
-@pytest.mark.parametrize("length", [1, 2, 9])
-def test_one_root_is_plain_sampling(block_size, num_lstm_layers, extra, length):
+@pytest.mark.parametrize("length, kind", one_in(2, [1, 2, 9], DRAFTERS))
+def test_one_root_is_plain_sampling(length, kind):
     """The same tokens under the same seed: with one root nothing is chosen."""
     target, ids = tiny_target("llama"), prompt(length)
     settings = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.3}
     torch.manual_seed(0)
     expected = target.generate(ids, **settings)
-    drafter = tiny_drafter(target, block_size, num_lstm_layers, extra, verification="multi_root", draft_top_k=1)
+    drafter = tiny_drafter(target, *kind, verification="multi_root", draft_top_k=1)
     torch.manual_seed(0)
     output = target.generate(ids, assistant_model=drafter, **settings, return_dict_in_generate=True)
     assert output.sequences.tolist() == expected.tolist()

@@ -7,6 +7,7 @@ types, shapes, and the content of the cache.
 import pytest
 import torch
 from oracle import use_oracle
+from quick import one_in
 from tiny_models import TARGETS, VOCAB, prompt, tiny_drafter, tiny_target
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
@@ -21,8 +22,7 @@ def run(target, seed=0, ids=None, **kwargs):
     return target.generate(prompt(LENGTH) if ids is None else ids, **given)
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name, do_sample", one_in(2, TARGETS, [False, True]))
 def test_returned_dictionary(name, do_sample, monkeypatch):
     target = tiny_target(name)
     expected = run(target, do_sample=do_sample, **FULL_OUTPUT)
@@ -66,9 +66,9 @@ def test_kinds_of_cache(name, cache, do_sample):
     assert cache not in (None, "dynamic", "static") or isinstance(results[0], list)
 
 
-@pytest.mark.parametrize("block_size", [1, 2])
-@pytest.mark.parametrize("schedule", ["constant", "heuristic"])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "opt"])
+@pytest.mark.parametrize(
+    "name, schedule, block_size", one_in(2, ["llama", "gemma3", "opt"], ["constant", "heuristic"], [1, 2])
+)
 def test_calls_do_not_change_options(name, schedule, block_size):
     """transformers' own heuristic writes what it learns to the assistant's configuration; nothing here does."""
     target = tiny_target(name)

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from quick import one_in
 from tiny_models import hooks_of, new_target, prompt, tiny_drafter, tiny_target
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -84,9 +85,9 @@ def never(ids, scores):
 PLACES = ("processor", "criterion", "streamer", "target", "drafter", "measuring")
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["plain", "packed"])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("name", ["llama", "mistral-window", "gemma2", "phi3-window"])
+@pytest.mark.parametrize(
+    "name, place, packed", one_in(4, ["llama", "mistral-window", "gemma2", "phi3-window"], PLACES, [False, True])
+)
 def test_what_a_failure_leaves(name, place, packed, monkeypatch, tmp_path):
     """A chat goes on from the cache of a call that failed; target, drafter and hook are as before."""
     monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))

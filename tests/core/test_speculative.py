@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from quick import one_in
 from tiny_models import new_drafter, new_target, prompt, random_tokens, tiny_drafter, tiny_target
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
@@ -177,8 +178,7 @@ def walked(chances: Chances, tables: Tables, tree: StaticTree) -> tuple[int, ...
 DRAFTERS = {"bad": Tables(0.0), "good": Tables(0.9), "of few tokens": Tables(0.5, torch.tensor([2, 0, 3]))}
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("name", TREES)
+@pytest.mark.parametrize("name, drafter", one_in(3, TREES, DRAFTERS))
 def test_a_tree_is_walked_as_the_target_would(name, drafter, chances):
     """All texts of three tokens have plain decoding's probabilities, exactly."""
     tables, tree = DRAFTERS[drafter], StaticTree(TREES[name])
@@ -223,7 +223,11 @@ def text_probabilities(target, ids: Tensor, count: int, processors: Callable) ->
 SETTINGS = {"do_sample": True, "temperature": 2.0, "top_p": 0.95, "repetition_penalty": 1.2}
 
 
-@pytest.mark.parametrize("block_size, extra", [(1, "nothing"), (2, "nothing"), (2, "conditioning")])
+@pytest.mark.parametrize(
+    "block_size, extra",
+    [pytest.param(1, "nothing", marks=pytest.mark.slow), pytest.param(2, "nothing", marks=pytest.mark.slow)]
+    + [(2, "conditioning")],
+)
 def test_samples_are_distributed_as_plain_decodings(block_size, extra, monkeypatch):
     """The second and the third token: those of the first tree."""
     target = new_target(vocab_size=6)

@@ -8,6 +8,7 @@ import weakref
 import pytest
 import torch
 from drafting_cases import NEW_TOKENS, SAMPLERS, options_of, sampled_cases
+from quick import one_in
 from tiny_models import TARGETS, prompt, tiny_drafter, tiny_target
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -116,8 +117,7 @@ def check_assisted_equals_plain(name: str, do_sample: bool, count: int) -> None:
         assert output.tolist() == expected.tolist(), (name, case)
 
 
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
-@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("name, do_sample", one_in(2, TARGETS, [False, True]))
 def test_assisted_equals_plain(name, do_sample):
     check_assisted_equals_plain(name, do_sample, 1)
 

@@ -288,6 +288,13 @@ def test_every_step_of_a_round_is_where_the_page_says():
             assert f"`{function}`" in text and re.search(rf"^ *def {function}\(", source, re.MULTILINE), function
 
 
+def test_the_page_has_every_statistic():
+    named = re.findall(r"`(\w+)`", " ".join(first for first, *_ in cells("docs/reference.md", "Statistics")))
+    fields = [field.name for field in dataclasses.fields(hf_falcon.DraftStatistics)]
+    properties = [name for name, member in vars(hf_falcon.DraftStatistics).items() if isinstance(member, property)]
+    assert sorted(named) == sorted(fields + properties)
+
+
 def test_readme_counts_the_decoders_of_the_compatibility_page():
     rows = dict(re.findall(r"^\| (\w[\w ]*) \| (\d+) \| \d+ \|$", (ROOT / "tests/COMPATIBILITY.md").read_text(), re.M))
     text = " ".join((ROOT / "README.md").read_text().split())
@@ -390,13 +397,22 @@ def without_a_compiler(saved, tmp_path, warnings_given):
     hf_falcon.compile_rounds(target, (4,), transformers.CompileConfig(backend=missing, mode=None))
 
 
+def as_a_language_model(saved, tmp_path, warnings_given):
+    transformers.AutoModelForCausalLM.from_pretrained(saved / "drafter")
+
+
+def with_a_file_of_another(saved, tmp_path, warnings_given):
+    shutil.copy(tmp_path / "drafter" / "model.safetensors", tmp_path / "drafter" / "model.fp16.safetensors")
+    FalconDraftModel.from_pretrained(tmp_path / "drafter", variant="fp16")
+
+
 def alone(saved, tmp_path, warnings_given):
     tiny_drafter(tiny_target("llama")).generate(prompt(5))
 
 
 MISTAKES = [of_another_architecture, of_other_weights, of_another_width, with_another_config, with_damaged_weights]
 MISTAKES += [without_trust, of_a_newer_format, without_the_demo_target, with_an_adapter, without_a_compiler]
-MISTAKES += [training_packed, alone]
+MISTAKES += [training_packed, as_a_language_model, with_a_file_of_another, alone]
 
 
 def messages() -> list[str]:

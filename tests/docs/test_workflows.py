@@ -1,7 +1,11 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """The files that other services read: workflows, hooks before a commit, and the pins that they share."""
 
+import os
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -30,6 +34,29 @@ def test_workflow_runs_what_is_there(file):
         for target in re.findall(r"^make ([\w-]+)", command, re.MULTILINE):
             assert re.search(rf"^{target}:", MAKEFILE, re.MULTILINE), target
     assert all("@" in step["uses"] for step in steps(file) if "uses" in step)
+
+
+@pytest.mark.skipif(shutil.which("sed") is None or sys.platform == "darwin", reason="needs GNU sed")
+def test_the_release_makes_links_absolute(tmp_path):
+    """PyPI shows the README without the repository around it."""
+    command = next(
+        step["run"] for step in steps(ROOT / ".github/workflows/release.yml") if "sed -i" in step.get("run", "")
+    )
+    shutil.copy(ROOT / "README.md", tmp_path)
+    environment = {
+        **os.environ,
+        "GITHUB_SERVER_URL": "https://host",
+        "GITHUB_REPOSITORY": "a/b",
+        "GITHUB_REF_NAME": "v1",
+    }
+    subprocess.run(["bash", "-ec", command], cwd=tmp_path, env=environment, check=True)
+    before, after = (re.findall(r"\]\(([^)]*)\)", (folder / "README.md").read_text()) for folder in (ROOT, tmp_path))
+    for old, new in zip(before, after, strict=True):
+        place = "raw" if old.endswith(".svg") and old.startswith("docs") else "blob"
+        expected = old if old.startswith("https://") else f"https://host/a/b/{place}/v1/{old}"
+        if old.startswith("../../"):
+            expected = f"https://host/a/b/{old[6:]}"
+        assert new == expected
 
 
 def test_ci_tests_the_versions_of_python_that_the_project_allows():

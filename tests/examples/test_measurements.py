@@ -133,7 +133,7 @@ def test_divergence_in_float32_is_none(workplace, tmp_path, monkeypatch, capsys)
     printed = capsys.readouterr().out
     assert "| plain decoding in a batch | 0/5 | - | - | - |" in printed
     assert "| assisted decoding | 0/5 | - | - | - |" in printed
-    assert "Near-ties of assisted decoding: 0. Texts that part at one of them: 0/0." in printed
+    assert "Near-ties of assisted decoding: 0. Outputs that diverge at one of them: 0/0." in printed
 
 
 def test_divergence_and_evaluate_say_where_texts_part(workplace, tmp_path, monkeypatch, capsys, parting_assisted):

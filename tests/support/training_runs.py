@@ -99,7 +99,8 @@ def arguments(workplace, output, **changes):
         "final_tau_prompts": 0,
         **changes,
     }
-    return [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    # A flag has no value.
+    return [word for name, value in given.items() for word in (f"--{name}", *([] if value is True else [str(value)]))]
 
 
 @pytest.fixture(scope="session")

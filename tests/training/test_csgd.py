@@ -4,6 +4,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from quick import one_in
 from tiny_models import HIDDEN, new_drafter
 from training_runs import WEIGHTS, draft_batch, each_seeded, seeded
 
@@ -149,13 +150,14 @@ def plain_loss(drafter, head, batch, offsets, glanced, passes):
     return loss, regression, divergence, hits, counts, wrong
 
 
-@pytest.mark.parametrize(
-    "block_size, lstm_layers, passes",
-    [(1, 0, 1), (2, 0, 1), (3, 0, 1), (1, 2, 1), (2, 1, 1), (3, 2, 1), (1, 0, 2), (2, 0, 2), (2, 0, 3), (3, 0, 2)],
-)
-@pytest.mark.parametrize("glancing", [False, True])
-@pytest.mark.parametrize("option", [{}, {"conditioning_size": 24}, {"feature_layers": [0, 1]}])
-def test_draft_loss(target, monkeypatch, block_size, lstm_layers, passes, glancing, option):
+# Block size, LSTM layers, passes.
+SHAPES = [(1, 0, 1), (2, 0, 1), (3, 0, 1), (1, 2, 1), (2, 1, 1), (3, 2, 1), (1, 0, 2), (2, 0, 2), (2, 0, 3), (3, 0, 2)]
+OPTIONS = [{}, {"conditioning_size": 24}, {"feature_layers": [0, 1]}]
+
+
+@pytest.mark.parametrize("shape, glancing, option", one_in(3, SHAPES, [False, True], OPTIONS))
+def test_draft_loss(target, monkeypatch, shape, glancing, option):
+    block_size, lstm_layers, passes = shape
     drafter = new_drafter(target, block_size=block_size, num_lstm_layers=lstm_layers, **option)
     batch = draft_batch(target, layers=drafter.config.feature_layers)
     head, offsets = TargetHead(drafter, target), [0, 1 % block_size, block_size - 1]
@@ -211,11 +213,11 @@ def test_a_batch_without_anything_to_learn(target):
 @pytest.mark.parametrize(
     "block_size, lstm_layers, passes, option",
     [
-        (1, 0, 1, {}),
-        (2, 0, 1, {}),
-        (1, 2, 1, {}),
+        pytest.param(1, 0, 1, {}, marks=pytest.mark.slow),
+        pytest.param(2, 0, 1, {}, marks=pytest.mark.slow),
+        pytest.param(1, 2, 1, {}, marks=pytest.mark.slow),
         (2, 2, 1, {}),
-        (2, 0, 2, {}),
+        pytest.param(2, 0, 2, {}, marks=pytest.mark.slow),
         (2, 0, 1, {"conditioning_size": 24}),
         (1, 0, 2, {"feature_layers": [0, 1]}),
     ],

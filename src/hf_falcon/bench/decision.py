@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-The decision model of improved MCSD: a small classifier that says of what was drafted whether another pass is of use.
+The decision model of improved MCSD: a small classifier that predicts from the draft whether another pass pays.
 
-It is a peer of the rule that drafting goes by (see `pace.py`), and no part of it: it was not found to do better.
+It is here to be compared with the drafting policy (`core/policy.py`), which does not use it: it did no better.
 """
 
 from __future__ import annotations
@@ -18,12 +18,17 @@ from torch import Tensor
 
 from ..core.tree import Branches
 
-KNOWN = ("log-probability of the best path", "what the second is below it", "entropy of the paths", "depth")
+KNOWN = (
+    "log-probability of the best path",
+    "its lead over the second path",
+    "entropy of the paths",
+    "depth",
+)
 _DECAY = 1e-3
 
 
 def known(branches: Branches) -> Tensor:
-    """What the model reads of the paths that a pass would continue: of shape `(4,)`, see `KNOWN`."""
+    """The inputs of the model, from the paths that a pass would continue, of shape `(4,)`; `KNOWN` names them."""
     log_probs = branches.log_probs
     assert log_probs is not None
     shares = log_probs.softmax(dim=0)
@@ -37,11 +42,11 @@ class DecisionModel:
     A logistic regression.
 
     Args:
-        weights (`list[float]`): of what it reads, in the order of `KNOWN`.
-        bias (`float`): its constant.
+        weights (`list[float]`): one weight for each input, in the order of `KNOWN`.
+        bias (`float`): the constant term.
 
     Raises:
-        `ValueError`: for other than as many finite numbers.
+        `ValueError`: for another number of weights, and for numbers that are not finite.
     """
 
     weights: list[float]
@@ -53,11 +58,11 @@ class DecisionModel:
         if len(numbers) != len(KNOWN) + 1 or not finite:
             raise ValueError(
                 f"A decision model has {len(KNOWN)} `weights` and a `bias`, all finite, and this one has "
-                f"{self.weights!r} and {self.bias!r}: fit it anew, by examples/decision_model.py."
+                f"{self.weights!r} and {self.bias!r}: fit it again with examples/decision_model.py."
             )
 
     def __call__(self, branches: Branches) -> Tensor:
-        """Probability that the next pass would have a right token."""
+        """Probability that a token of the next pass would be accepted."""
         found = known(branches)
         return (found @ found.new_tensor(self.weights) + self.bias).sigmoid()
 
@@ -67,8 +72,8 @@ class DecisionModel:
         Fits the model.
 
         Args:
-            known (`torch.Tensor` of shape `(passes, 4)`): what was known before each pass.
-            right (`torch.Tensor` of shape `(passes,)`): 1 where it had a right token, else 0.
+            known (`torch.Tensor` of shape `(passes, 4)`): the inputs before each pass.
+            right (`torch.Tensor` of shape `(passes,)`): 1 where a token of the pass was accepted, else 0.
         """
         mean, std = known.mean(dim=0), known.std(dim=0) + 1e-6
         layer = torch.nn.Linear(known.shape[1], 1)
@@ -87,14 +92,14 @@ class DecisionModel:
 
     @classmethod
     def load(cls, path: str | Path) -> DecisionModel:
-        """Reads what `save` wrote."""
+        """Reads a file of `save`."""
         try:
             return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
         except (TypeError, json.JSONDecodeError) as error:
             raise ValueError(
-                f"{path} is no decision model ({error}): fit it anew, by examples/decision_model.py."
+                f"{path} is no decision model ({error}): fit one with examples/decision_model.py."
             ) from None
 
     def save(self, path: str | Path) -> None:
-        """Writes it as JSON."""
+        """Writes a JSON file."""
         Path(path).write_text(json.dumps(asdict(self)), encoding="utf-8")

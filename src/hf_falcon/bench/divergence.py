@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Where two texts of the same prompt part, and how near a tie that was."""
+"""The first diverging token of two outputs of the same prompt, and the logit gap there."""
 
 from __future__ import annotations
 
@@ -15,8 +15,13 @@ from .metrics import first_difference
 
 class Divergence(NamedTuple):
     """
-    The first token that differs, counted from 0, and by how much the target's logits prefer the first text's there:
-    `None` where one text only ends sooner.
+    Where two outputs diverge.
+
+    Args:
+        token (`int`): the first diverging token, counted from 0.
+        gap (`float`, *optional*):
+            The target's logit of the first output's token there, minus the logit of the other's. `None` where one
+            output ends earlier, with no other difference.
     """
 
     token: int
@@ -28,12 +33,12 @@ def first_divergence(
     target: PreTrainedModel, prompt_ids: Tensor, tokens: Sequence[int], others: Sequence[int]
 ) -> Divergence | None:
     """
-    Compares two texts.
+    Compares two outputs.
 
     Args:
-        target ([`PreTrainedModel`]): the target, whose logits after the common tokens are asked for.
+        target ([`PreTrainedModel`]): the target, which computes the logits after the common tokens.
         prompt_ids (`torch.LongTensor` of shape `(1, length)`): the prompt.
-        tokens, others (sequence of `int`): the new tokens of both texts.
+        tokens, others (sequence of `int`): the new tokens of both outputs.
 
     Returns:
         [`Divergence`], or `None` where both are equal.

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""A drafter in the manner of Medusa (arXiv 2401.10774), to compare with: its structure, trained and run as ours."""
+"""A drafter like Medusa (arXiv 2401.10774), for comparison: its structure, with our training and decoding."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from ..core.modeling_falcon_draft import KeyValueCache, LSTMState
 
 
 class MedusaLikeConfig(FalconDraftConfig):
-    """Configuration of a [`MedusaLikeModel`]: that of a [`FalconDraftModel`], of whose parts it has none."""
+    """Configuration of a [`MedusaLikeModel`]; the fields are those of [`FalconDraftConfig`]."""
 
     model_type = "falcon_medusa_like"
 
-    # transformers would write one from the class's own fields, of which there are none.
+    # Without this, transformers would generate an `__init__` from the fields of this class, which has none.
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
 

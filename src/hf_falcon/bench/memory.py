@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""What a drafter adds to its target's memory, counted from the tensors themselves."""
+"""The memory that a drafter adds to its target, counted from the tensors."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..core.drafter import FalconDraftModel
 @torch.no_grad()
 def drafter_bytes(drafter: FalconDraftModel, target: PreTrainedModel, context: int) -> int:
     """
-    Bytes that are held between two rounds and would not be without the drafter: its weights, its copy of the target's
-    LM head, its cache and its tree. Not counted: what lives only inside a pass, such as its masks.
+    Bytes that the drafter occupies between two rounds: its weights, its copy of the target's LM head, its cache and
+    its tree. Tensors that exist only inside a pass, such as masks, do not count.
 
     Args:
         drafter, target: the drafter and its target.
@@ -26,10 +26,10 @@ def drafter_bytes(drafter: FalconDraftModel, target: PreTrainedModel, context: i
     """
     generator = FalconCandidateGenerator(drafter, target)
     width = drafter.config.hidden_size * (1 + len(drafter.config.feature_layers))
-    # What the features say does not matter, only that rounds at this length have taken place.
+    # The values of the features do not matter, only that rounds at this length have taken place.
     features = torch.zeros(1, context, width, dtype=target.dtype, device=target.device)
     token_ids = torch.zeros(1, context, dtype=torch.long, device=target.device)
-    # At most: all but the first token as if they were generated, since of a long prompt only the end is read.
+    # An upper bound: all tokens but the first count as generated, since only the end of a long prompt is read.
     for new in (slice(0, 1), slice(1, -1), slice(-1, None)):
         generator.commit(features[:, new], token_ids[:, new])
     tree = generator.propose(token_ids[0, -1:], generator.max_depth)
@@ -37,12 +37,12 @@ def drafter_bytes(drafter: FalconDraftModel, target: PreTrainedModel, context: i
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of a model's weights; tied ones count once."""
+    """Bytes of a model's weights; tied weights count once."""
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
 def _storage_bytes(held: Any, besides: Any) -> int:
-    """A view holds the whole of its storage, and several can hold the same."""
+    """Bytes of the storages of all tensors in `held`. Several views can share one storage."""
     known = {tensor.untyped_storage().data_ptr() for tensor in _tensors(besides, set())}
     storages = [tensor.untyped_storage() for tensor in _tensors(held, set())]
     found = {storage.data_ptr(): storage.nbytes() for storage in storages}
@@ -50,7 +50,7 @@ def _storage_bytes(held: Any, besides: Any) -> int:
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
-    """All tensors that an object holds."""
+    """All tensors in an object, at any depth."""
     if id(value) in seen:
         return
     seen.add(id(value))

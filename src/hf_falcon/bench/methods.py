@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""The ways to decode that a benchmark knows, each as the arguments that it gives to `generate`."""
+"""The decoding methods of a benchmark, each as the arguments that it gives to `generate`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .decision import DecisionModel
 
 FALCON = "falcon"
 _CLASSIFIER = "falcon_classifier"
-# Trees of a fixed size that do well: on two cores, and where 32 nodes cost what one does.
+# Good fixed sizes of trees: on two cores, and on devices where 32 nodes cost as much as one.
 _FIXED_SIZES = {
     "cpu": {"num_assistant_tokens": 8, "num_draft_passes": 3},
     "cuda": {"num_assistant_tokens": 32, "num_draft_passes": 5},
@@ -28,16 +28,16 @@ _FIXED_SIZES = {
 @dataclass
 class Models:
     """
-    What methods decode with.
+    The models that methods decode with.
 
     Args:
         target ([`PreTrainedModel`]): the target.
-        drafters (`dict[str, FalconDraftModel]`): its drafters: that of the methods `falcon...` by the name "falcon",
-            and those of the peers ("eagle_like", "medusa_like") and of methods of one's own by theirs.
+        drafters (`dict[str, FalconDraftModel]`): its drafters by name: "falcon" for all methods `falcon...`,
+            "eagle_like" and "medusa_like" for those methods, and any other name for a method of that name.
         draft_model ([`PreTrainedModel`], *optional*): a smaller language model with the target's tokenizer.
         longest_context (`int`, *optional*): tokens of the longest dialogue, answers included.
-        absent (`dict[str, str]`, *optional*): why a drafter is not among these, by its name.
-        decision ([`DecisionModel`], *optional*): says for "falcon_classifier" whether a draft pass pays.
+        absent (`dict[str, str]`, *optional*): drafters that are missing, by name, each with the reason.
+        decision ([`DecisionModel`], *optional*): decides in "falcon_classifier" whether a draft pass runs.
     """
 
     target: PreTrainedModel
@@ -57,7 +57,7 @@ def _plain_compiled(models: Models) -> dict[str, Any]:
     if device != "cuda":
         # There transformers compiles by itself; on a CPU torch.compile needs a C++ compiler that may not be there.
         raise NotAvailable(f"static cache and torch.compile are measured on CUDA only, and this is {device}")
-    # One length for all prompts: a longer cache would be compiled for anew, inside a timed run.
+    # One length for all prompts: a longer cache would be compiled again, inside a timed run.
     return {"cache_implementation": "static", "max_cache_len": models.longest_context}
 
 
@@ -76,7 +76,7 @@ def _drafter(models: Models, name: str = FALCON, **options: Any) -> dict[str, An
 
 
 def _fixed_tree(models: Models, name: str = FALCON, **options: Any) -> dict[str, Any]:
-    """A tree of one size in every round, and nothing looked up. The size is to suit the device: nothing else does."""
+    """A tree of one size in every round, without prompt lookup. The size depends on the device."""
     sizes = _FIXED_SIZES["cuda" if models.target.device.type == "cuda" else "cpu"]
     fixed = {"num_assistant_tokens_schedule": "constant", "prompt_lookup_num_tokens": 0}
     return _drafter(models, name, **{**fixed, **sizes, **options})
@@ -107,7 +107,7 @@ def _draft_model(models: Models) -> dict[str, Any]:
 def _classifier(models: Models) -> dict[str, Any]:
     if models.decision is None:
         raise NotAvailable("no decision model is given: examples/decision_model.py fits one, for `--decision`")
-    # A copy, so that what it learns is its own.
+    # A copy of the drafter, so that its acceptance statistics are its own.
     return _drafter(models, num_assistant_tokens_schedule="heuristic")
 
 
@@ -121,18 +121,18 @@ METHODS: dict[str, Callable[[Models], dict[str, Any]]] = {
     "draft_model": _draft_model,
     "eagle_like": _eagle_like,
     "medusa_like": partial(_fixed_tree, name="medusa_like", draft_tree="static", num_draft_passes=1),
-    # The parts of ours, one after another: without a tree, with the paper's, with one of the most probable nodes, ...
+    # Parts of our method, added one by one: a chain, the paper's static tree, a tree of the most probable nodes, ...
     "falcon_chain": partial(_fixed_tree, draft_top_k=1, num_assistant_tokens=4, num_draft_passes=4),
     "falcon_static": partial(_fixed_tree, draft_tree="static"),
     "falcon_dynamic": _fixed_tree,
     "falcon_no_decision": partial(_fixed_tree, assistant_confidence_threshold=0.0),
-    # ... and all of it but one.
+    # ... and our method without one of its parts.
     "falcon_no_cost_model": partial(_fixed_tree, prompt_lookup_num_tokens=DraftOptions.prompt_lookup_num_tokens),
     "falcon_no_lookup": partial(_drafter, prompt_lookup_num_tokens=0),
     "falcon": _drafter,
-    # A fitted decision model says whether another pass pays, not the drafter's probabilities.
+    # A fitted decision model decides whether another pass runs, in place of the drafter's probabilities.
     _CLASSIFIER: _classifier,
-    # When sampling: candidates that are drawn, and, biased, several roots (improved MCSD). Else as the methods above.
+    # For sampling: candidates that are drawn, and several roots (improved MCSD, biased). Greedy: as the methods above.
     "falcon_speculative": partial(_fixed_tree, draft_tree="static", verification="speculative"),
     "falcon_multi_root": partial(_fixed_tree, verification="multi_root"),
     "plain_packed": lambda models: {},
@@ -140,10 +140,10 @@ METHODS: dict[str, Callable[[Models], dict[str, Any]]] = {
     "falcon_compiled": _drafter,
     "falcon_packed_compiled": _drafter,
 }
-# Methods that decode with packed weights, and with compiled rounds.
+# Methods with packed weights, and methods with compiled rounds.
 PACKED = ("plain_packed", "falcon_packed", "falcon_packed_compiled")
 COMPILED = ("falcon_compiled", "falcon_packed_compiled")
-# Methods whose samples are others than plain decoding's under the same seed.
+# Methods whose samples differ from plain decoding's under the same seed.
 OTHER_SAMPLES = (
     "prompt_lookup",
     "prompt_lookup_8",
@@ -159,14 +159,14 @@ def resolve(names: list[str], models: Models) -> tuple[dict[str, dict[str, Any]]
     The arguments of each method.
 
     Args:
-        names (`list[str]`): of `METHODS` or of a drafter in `models`; `name@8` is the method with 8 nodes a tree.
-        models ([`Models`]): what they decode with.
+        names (`list[str]`): names of `METHODS` or of drafters in `models`; `name@8` is the method with 8 nodes a tree.
+        models ([`Models`]): the models that the methods decode with.
 
     Returns:
-        Those of the methods that can run, by name, and why the others cannot.
+        The arguments of each method that can run, by name, and the reason for each method that cannot.
 
     Raises:
-        `ValueError`: for a name that is no method's, or a node budget that is none.
+        `ValueError`: for an unknown method, and for a node budget that is not a number of at least 1.
     """
     methods = METHODS | {
         name: partial(_drafter, name=name) for name in (*models.drafters, *models.absent) if name not in METHODS
@@ -175,7 +175,7 @@ def resolve(names: list[str], models: Models) -> tuple[dict[str, dict[str, Any]]
     for name in names:
         base, at, budget = name.partition("@")
         if base not in methods:
-            raise ValueError(f"`methods` has {name!r}: choose of {', '.join(methods)}.")
+            raise ValueError(f"`methods` has {name!r}: choose from {', '.join(methods)}.")
         try:
             arguments = methods[base](models)
         except NotAvailable as error:
@@ -195,7 +195,7 @@ def resolve(names: list[str], models: Models) -> tuple[dict[str, dict[str, Any]]
 
 
 def _with_options(drafter: FalconDraftModel, **options: Any) -> FalconDraftModel:
-    """The same drafter, weights and all, with other drafting options."""
+    """A drafter with the same weights and other drafting options."""
     other = copy.copy(drafter)
     other.generation_config = copy.deepcopy(drafter.generation_config)
     for name, value in options.items():

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""What the traces of a benchmark come to: plain Python, no model."""
+"""The results of a benchmark, computed from its traces: plain Python, no model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PLAIN = "plain"
 
 
 def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
-    """The place where two texts part, or `None` where they are equal. One that ends early parts at its end."""
+    """The first diverging token of two outputs, or `None` if they are equal. A shorter one diverges at its end."""
     if list(tokens) == list(others):
         return None
     pairs = enumerate(zip(tokens, others))
@@ -25,9 +25,10 @@ def summarise(traces: Iterable[Trace], exact: bool, other_samples: Sequence[str]
     One row for each method and data set, and one for each method over `"all"` of them where these are several.
 
     Args:
-        traces (iterable of [`Trace`]): what was measured; plain decoding among it.
-        exact (`bool`): the dtype was float32: a method whose tokens are not plain decoding's gets no speed-up.
-        other_samples (sequence of `str`, *optional*): methods whose tokens may be others all the same.
+        traces (iterable of [`Trace`]): the traces of all methods, plain decoding included.
+        exact (`bool`): whether the dtype was float32. If so, a method whose tokens differ from plain decoding's gets
+            no speed-up.
+        other_samples (sequence of `str`, *optional*): methods whose tokens may differ in any dtype.
 
     Returns:
         `list[dict]`: rows in the order of first appearance, see the README.
@@ -39,7 +40,7 @@ def summarise(traces: Iterable[Trace], exact: bool, other_samples: Sequence[str]
     rows = []
     for method in methods:
         for name in [*data, *(["all"] if len(data) > 1 else [])]:
-            # Only what both decoded: a run that was stopped has rows without their counterpart.
+            # Only prompts that both decoded: a run that was stopped has answers without plain decoding's.
             own = [t for t in traces if t.method == method and name in (t.data, "all") and t.key[1:] in plain]
             if own:
                 must_equal = exact and method.partition("@")[0] not in other_samples
@@ -50,12 +51,12 @@ def summarise(traces: Iterable[Trace], exact: bool, other_samples: Sequence[str]
 def _row(method: str, data: str, own: list[Trace], plain: list[Trace], exact: bool) -> dict[str, Any]:
     seconds = [statistics.median(trace.seconds) for trace in own]
     plain_seconds = [statistics.median(trace.seconds) for trace in plain]
-    # Time for as many tokens as plain decoding gave: a shorter text is no speed-up.
+    # Time for as many tokens as plain decoding gave: a shorter output is no speed-up.
     comparable = [
         time * len(reference.tokens) / max(1, len(trace.tokens)) for time, trace, reference in zip(seconds, own, plain)
     ]
     differences = [first_difference(trace.tokens, reference.tokens) for trace, reference in zip(own, plain)]
-    parted = [(place, trace.gap) for place, trace in zip(differences, own) if place is not None]
+    diverging = [(place, trace.gap) for place, trace in zip(differences, own) if place is not None]
     prompts = {(trace.data, trace.prompt) for trace in own}
     differing = {(trace.data, trace.prompt) for place, trace in zip(differences, own) if place is not None}
     may_claim = not (exact and differing)
@@ -69,21 +70,22 @@ def _row(method: str, data: str, own: list[Trace], plain: list[Trace], exact: bo
         "speedup": sum(plain_seconds) / sum(comparable) if may_claim else None,
         "speedup_spread": _quartiles([p / c for p, c in zip(plain_seconds, comparable)]) if may_claim else None,
         "identical_prompts": len(prompts - differing),
-        "median_first_difference": statistics.median(place for place, _ in parted) if parted else None,
-        "median_logit_gap": statistics.median(gap or 0.0 for _, gap in parted) if parted else None,
+        "median_first_difference": statistics.median(place for place, _ in diverging) if diverging else None,
+        "median_logit_gap": statistics.median(gap or 0.0 for _, gap in diverging) if diverging else None,
         **_drafting([trace.statistics for trace in own if trace.statistics is not None]),
         "peak_memory_mb": max(trace.peak_memory_mb for trace in own),
     }
 
 
 def _drafting(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Acceptance over all rounds together: a long text weighs more than a short one."""
+    """Acceptance over all rounds together: a long output weighs more than a short one."""
     if not found:
-        return dict.fromkeys(("tau", "alpha", "accepted_by_depth", "time"))
+        return dict.fromkeys(("tokens_per_round", "tau", "alpha", "accepted_by_depth", "time"))
     rounds, accepted, new = (sum(each[name] for each in found) for name in ("rounds", "accepted_tokens", "new_tokens"))
     depths = max(len(each["accepted_by_depth"]) for each in found)
     by_depth = [sum((each["accepted_by_depth"] + [0] * depths)[depth] for each in found) for depth in range(depths)]
     return {
+        "tokens_per_round": 1 + accepted / max(1, rounds),
         "tau": accepted / max(1, rounds),
         "alpha": accepted / max(1, new),
         "accepted_by_depth": [count / max(1, rounds) for count in by_depth],

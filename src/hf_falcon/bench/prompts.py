@@ -20,10 +20,10 @@ def read_turns(source: str, limit: int | None = None) -> list[list[str]]:
 
     Args:
         source (`str`): a JSON-lines file whose lines have `turns`, or a short name of `HUB_DATA`.
-        limit (`int`, *optional*): dialogues, from the start.
+        limit (`int`, *optional*): number of dialogues, from the start; all by default.
 
     Raises:
-        `ValueError`: naming file, line and field of what is not as it should be.
+        `ValueError`: naming the file, line and field that is wrong.
         `OSError`: if there is no such file or data set.
     """
     if not Path(source).exists() and source in HUB_DATA:

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""A benchmark's rows as a table and a picture."""
+"""The rows of a benchmark as tables and a picture."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ Row = dict[str, Any]
 
 
 def scale(name: str) -> str:
-    """What a scaled network is called."""
+    """The name of a scaled network in reports."""
     return f"{name.upper()}-shaped network"
 
 
 def memory(row: Row) -> str:
-    """What the drafter of a row takes, in a sentence."""
+    """The memory of a row's drafter, in a sentence."""
     return (
         f"Drafter, its cache and tree: {row['drafter_memory_mb']:.1f} MB, "
         f"{100 * row['drafter_memory_share']:.1f} % of the target's weights."
@@ -25,13 +25,13 @@ def memory(row: Row) -> str:
 
 
 def table(rows: list[Row]) -> str:
-    """The one table that matters first: how much faster each method is on each data set."""
+    """The speed-up of each method on each data set, as aligned text."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
     data = list(dict.fromkeys(row["data"] for row in rows))
     by_key = {(row["method"], row["data"]): row for row in rows}
     scaled = rows[0].get("scaled")
     title = "speed-up" if scaled is None else f"speed-up, {scale(scaled)}"
-    cells = [[title, *data, "tau", "identical"]]
+    cells = [[title, *data, "tokens/round", "tau", "identical"]]
     for method in methods:
         found = [by_key.get((method, name)) for name in data]
         last = found[-1] or {}
@@ -43,6 +43,7 @@ def table(rows: list[Row]) -> str:
                     "" if row is None else "differs" if row["speedup"] is None else f"{row['speedup']:.2f}"
                     for row in found
                 ),
+                "" if tau is None else f"{tau + 1:.2f}",
                 "" if tau is None else f"{tau:.2f}",
                 f"{last['identical_prompts']}/{last['num_prompts']}" if last else "",
             ]
@@ -51,14 +52,14 @@ def table(rows: list[Row]) -> str:
 
 
 def markdown(environment: dict[str, Any], rows: list[Row], absent: dict[str, str], exact: bool) -> str:
-    """The whole report."""
+    """The whole report, in Markdown."""
     lines = ["# Benchmark", "", *(f"- {name}: {value}" for name, value in environment.items()), ""]
     scaled = rows[0].get("scaled") if rows else None
     if scaled is not None:
         lines += [
-            f"All rows are of a {scale(scaled)} that computes a small target's function, zeros in all the rest: its "
-            "acceptance is the small target's, its time and memory are those of the large shape (which has no fewer "
-            "layers than the small one).",
+            f"All rows are of a {scale(scaled)} that computes the function of a small target; its other weights are "
+            "zero. It has the acceptance of the small target, and the time and memory of the large shape (which has "
+            "at least as many layers as the small target).",
             "",
         ]
     head = [
@@ -68,10 +69,11 @@ def markdown(environment: dict[str, Any], rows: list[Row], absent: dict[str, str
         "tokens/s",
         "speed-up",
         "middle half",
+        "tokens/round",
         "tau",
         "alpha",
         "identical",
-        "parts at",
+        "diverges at",
         "gap",
         "nodes",
         "drafter MB",
@@ -89,6 +91,7 @@ def markdown(environment: dict[str, Any], rows: list[Row], absent: dict[str, str
                     f"{row['tokens_per_second']:.1f}",
                     "differs" if row["speedup"] is None else f"{row['speedup']:.2f}",
                     "" if spread is None else f"{spread[0]:.2f} to {spread[1]:.2f}",
+                    "" if row["tau"] is None else f"{row['tau'] + 1:.2f}",
                     _number(row["tau"]),
                     "" if row["alpha"] is None else f"{100 * row['alpha']:.1f} %",
                     f"{row['identical_prompts']}/{row['num_prompts']}",
@@ -102,12 +105,13 @@ def markdown(environment: dict[str, Any], rows: list[Row], absent: dict[str, str
         )
     lines += [
         "",
-        "Speed-up: plain decoding's time over the method's, for as many tokens, all prompts together; middle half: "
-        "the quartiles over answers. tau: draft tokens accepted a round; alpha: their share of all tokens. Parts at, "
-        "gap: medians over answers that are not plain decoding's, of the first token that differs, and of how much "
-        "more plain decoding's logit of its own token is than that of the other. Nodes: draft tokens of a tree, at "
-        "most. Drafter MB, of target: its weights, its copy of the LM head, its cache at the longest context and its "
-        "tree, also as a share of the target's weights.",
+        "Speed-up: the time of plain decoding over the time of the method, for as many tokens, all prompts together; "
+        "middle half: the quartiles over answers. Tokens/round: tau + 1, the acceptance length; tau: draft tokens "
+        "accepted a round; alpha: their share of all tokens. Diverges at, gap: over the answers that differ from "
+        "plain decoding's, the median of the first diverging token, and of the logit gap there (the logit of plain "
+        "decoding's token minus the logit of the method's). Nodes: draft tokens of a tree, at most. Drafter MB, of "
+        "target: the memory of the drafter (its weights, its copy of the LM head, its cache at the longest context "
+        "and its tree), and its share of the target's weights.",
     ]
     if exact:
         lines.append("A method whose tokens differ in float32 gets no speed-up.")
@@ -117,8 +121,8 @@ def markdown(environment: dict[str, Any], rows: list[Row], absent: dict[str, str
 
 def picture(rows: list[Row]) -> bytes:
     """
-    The report's picture, a PNG file: speed-up by data set and method, acceptance by depth, where a round's time goes,
-    speed-up against node budget.
+    The picture of the report, a PNG file: speed-up by data set and method, acceptance by depth, the time of a round by
+    part, speed-up against node budget.
 
     Raises:
         `ImportError`: without matplotlib.
@@ -157,7 +161,7 @@ def picture(rows: list[Row]) -> bytes:
         shares = [row["time"][part] / (sum(row["time"].values()) or 1.0) for row in drafting]
         times.barh([row["method"] for row in drafting], shares, left=left, label=part)
         left = [before + share for before, share in zip(left, shares)]
-    times.set_title(f"where the time goes, {data[-1]}")
+    times.set_title(f"share of the time, {data[-1]}")
 
     for method, points in speedup_by_budget(rows, data[-1]).items():
         budgets.plot(*zip(*points), "o-", label=method, color=colours.get(method))
@@ -174,7 +178,7 @@ def picture(rows: list[Row]) -> bytes:
 
 
 def speedup_by_budget(rows: list[Row], data: str) -> dict[str, list[tuple[int, float]]]:
-    """Node budgets and speed-ups of each method that drafts trees, `falcon@8` being one of `falcon`'s."""
+    """Node budgets and speed-ups of each method that drafts trees; `falcon@8` counts as `falcon`."""
     found: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         if row["data"] == data and row.get("node_budget") is not None and row["speedup"] is not None:

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Runs every method on every prompt, in turns, and keeps what each did."""
+"""Runs every method on every prompt, in turns, and records each answer."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ _SEED = 0
 
 class Benchmark:
     """
-    Decodes dialogues by every method. At each turn the methods run one after another, in an order that is rotated from
-    prompt to prompt, so that a drift of the machine favours none. All get the same text: plain decoding's answers.
+    Decodes dialogues by every method. At each turn the methods run one after another, in an order that rotates from
+    prompt to prompt, so that a drift of the machine favours none. All methods read the same dialogue, whose earlier
+    answers are plain decoding's.
 
     Args:
         target ([`PreTrainedModel`]): the target.
         tokenizer ([`PreTrainedTokenizerBase`]): its tokenizer.
-        methods (`dict[str, dict]`): the arguments of `generate` for each method; plain decoding is among them.
+        methods (`dict[str, dict]`): the arguments of `generate` for each method, plain decoding included.
         settings (`dict`): arguments of `generate` for all of them.
         repeats (`int`): timed runs of each method on each turn.
     """
@@ -47,13 +48,13 @@ class Benchmark:
         repeats: int,
     ):
         if PLAIN not in methods:
-            raise ValueError(f"`methods` are {', '.join(methods)}: add `{PLAIN}`, which all are compared with.")
+            raise ValueError(f"`methods` are {', '.join(methods)}: add `{PLAIN}`, with which all are compared.")
         self._target, self._tokenizer = target, tokenizer
         self._methods, self._settings, self._repeats = methods, settings, repeats
         self._warm: set[str] = set()
 
     def run(self, data: dict[str, list[list[str]]], file: TraceFile) -> None:
-        """Measures what `file` does not have yet. `data` are the users' turns of dialogues, by name."""
+        """Measures the answers that `file` lacks. `data` are the users' turns of dialogues, by data set."""
         total = sum(len(turns) for dialogues in data.values() for turns in dialogues) * len(self._methods)
         with tqdm(total=total, initial=len(file.traces), unit="answer") as bar:
             for name, dialogues in data.items():
@@ -79,7 +80,7 @@ class Benchmark:
                 trace = self._answer(name, data, prompt, turn, inputs)
                 waiting.append(trace)
                 plain = trace if name == PLAIN else plain
-                # Those that ran before plain decoding have to wait for what they are compared with.
+                # Methods that ran before plain decoding wait for its answer, to be compared with it.
                 while plain is not None and waiting:
                     trace = waiting.pop(0)
                     found = first_divergence(self._target, inputs["input_ids"], plain.tokens, trace.tokens)
@@ -95,7 +96,7 @@ class Benchmark:
         seconds = []
         with self._models_of(method):
             if method not in self._warm:
-                # Kernels are chosen and caches filled by a first call; nobody's time should have that in it.
+                # The first call chooses kernels and fills caches, which no timed run should include.
                 self._generate(method, inputs)
                 self._warm.add(method)
             for _ in range(self._repeats):
@@ -116,7 +117,7 @@ class Benchmark:
 
     @contextmanager
     def _models_of(self, method: str) -> Iterator[None]:
-        """The models as a method wants them, while it runs."""
+        """Packs and compiles the models for a method, while it runs."""
         with ExitStack() as stack:
             drafter = self._methods[method].get("assistant_model")
             if method in PACKED:
@@ -133,7 +134,7 @@ class Benchmark:
 def encode(
     tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], device: torch.device
 ) -> dict[str, Tensor]:
-    """A dialogue as the target reads it; the texts themselves for a target without a chat template."""
+    """The inputs of a dialogue, by the chat template; without one, the plain texts."""
     if tokenizer.chat_template is None:
         text = "\n\n".join(message["content"] for message in messages)
         return dict(tokenizer(text, return_tensors="pt").to(device))
@@ -142,7 +143,7 @@ def encode(
 
 
 def longest_context(tokenizer: PreTrainedTokenizerBase, data: dict[str, list[list[str]]], max_new_tokens: int) -> int:
-    """Tokens of the longest of all dialogues, if every answer is as long as it may be."""
+    """Tokens of the longest dialogue, if every answer has `max_new_tokens` tokens."""
     longest = 0
     for turns in itertools.chain.from_iterable(data.values()):
         messages = [{"role": "user", "content": turns[0]}]
@@ -154,7 +155,7 @@ def longest_context(tokenizer: PreTrainedTokenizerBase, data: dict[str, list[lis
 
 
 def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
-    """Seconds that a call takes, the device's work included, and what it returns."""
+    """Seconds of a call, the device's work included, and its result."""
     wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     wait()
     start = time.perf_counter()
@@ -164,7 +165,7 @@ def timed(call: Callable[[], Any], device: torch.device) -> tuple[float, Any]:
 
 
 def peak_memory_mb(device: torch.device) -> float:
-    """Most memory in use: of the device on CUDA since it was last reset, else of the process since it began."""
+    """Peak memory: of the device on CUDA since its last reset, else of the process since it began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
     try:

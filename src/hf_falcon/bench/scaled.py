@@ -1,9 +1,9 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-A small model's function in a large model's shape: what a large target costs, with acceptance that is real.
+The function of a small model in the shape of a large one: the cost of a large target, with real acceptance.
 
-Added dimensions are zeros, with the norms' weights rescaled for them; added heads and neurons lead nowhere; added
-layers add nothing. Every product is computed all the same.
+Added dimensions are zero, and the weights of norms are rescaled for them. The output weights of added heads and
+neurons are zero, and added layers add zero. Every product is computed all the same.
 """
 
 from __future__ import annotations
@@ -72,14 +72,14 @@ def scaled_target(target: PreTrainedModel, shape: Shape) -> PreTrainedModel:
         large = AutoModelForCausalLM.from_config(new, dtype=target.dtype)
     _check_memory(large, target.device)
     large = large.to_empty(device=target.device).eval()
-    # Buffers, such as rotary frequencies, are made and not loaded.
+    # Buffers, such as rotary frequencies, are computed and not copied.
     large.model.rotary_emb = type(target.model.rotary_emb)(new).to(target.device)
     for parameter in large.parameters():
         parameter.zero_()
     _fill(large.get_input_embeddings().weight, target.get_input_embeddings().weight)
     _fill(large.get_output_embeddings().weight, target.get_output_embeddings().weight)
     _fill_norm(large.model.norm, target.model.norm)
-    # Spread evenly, as the layers that add nothing are no cheaper in one place than in another.
+    # Spread evenly among the layers that add zero.
     for number, layer in enumerate(target.model.layers):
         _fill_layer(large.model.layers[number * layers // config.num_hidden_layers], layer, shape, config.head_dim)
     large.generation_config = copy.deepcopy(target.generation_config)
@@ -89,7 +89,7 @@ def scaled_target(target: PreTrainedModel, shape: Shape) -> PreTrainedModel:
 @torch.no_grad()
 def scaled_drafter(drafter: FalconDraftModel, target: PreTrainedModel) -> FalconDraftModel:
     """
-    A drafter for the scaled `target` with the function of `drafter`, of the sizes that a new one would have.
+    A drafter for the scaled `target` with the function of `drafter`, in the sizes of a new drafter for that target.
 
     Raises:
         `ValueError`: if `drafter` has parts that cannot be scaled or does not fit into these sizes, or the memory is
@@ -99,8 +99,8 @@ def scaled_drafter(drafter: FalconDraftModel, target: PreTrainedModel) -> Falcon
     if config.num_lstm_layers > 0 or config.conditioning_size > 0 or config.feature_layers:
         raise ValueError(
             f"The drafter has `num_lstm_layers` {config.num_lstm_layers}, `conditioning_size` "
-            f"{config.conditioning_size} and `feature_layers` {config.feature_layers}: only drafters without can be "
-            "scaled."
+            f"{config.conditioning_size} and `feature_layers` {config.feature_layers}: only drafters without these "
+            "can be scaled."
         )
     sizes = FalconDraftConfig.from_target(target.config, num_hidden_layers=config.num_hidden_layers)
     shape = Shape(**{field.name: getattr(sizes, field.name) for field in fields(Shape)})
@@ -139,7 +139,7 @@ def scaled_drafter(drafter: FalconDraftModel, target: PreTrainedModel) -> Falcon
 
 
 def _check_memory(model: PreTrainedModel, device: torch.device) -> None:
-    """Stops before weights are allocated that do not fit."""
+    """Raises an error before weights are allocated that do not fit."""
     needed = weight_bytes(model)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if needed > free:
@@ -158,7 +158,7 @@ def _fill(large: Tensor, small: Tensor) -> None:
 
 
 def _fill_norm(large: Any, small: Any) -> None:
-    """The mean of squares is smaller by the share of zeros, and so is epsilon; the weight makes up for both."""
+    """Added zeros make the mean of squares smaller; epsilon is scaled with it, and the weight makes up for both."""
     ratio = small.weight.shape[0] / large.weight.shape[0]
     _fill(large.weight, (small.weight.double() * math.sqrt(ratio)).to(small.weight.dtype))
 
@@ -173,8 +173,8 @@ def _fill_layer(large: Any, small: Any, shape: Shape, head_dim: int) -> None:
 
 def _fill_attention(large: Any, small: Any, shape: Shape, head_dim: int) -> None:
     """
-    Puts each head into a larger one whose frequencies have its own among them, and gives a group of query heads as
-    many copies of its key and value head as it takes where the groups of the shape are smaller.
+    Puts each head into a larger head, whose rotary frequencies include its own. Where the groups of the shape are
+    smaller, a group of query heads gets several copies of its key and value head.
     """
     if shape.head_dim % head_dim:
         raise ValueError(f"`head_dim` {head_dim} does not divide the shape's, {shape.head_dim}.")
@@ -196,7 +196,7 @@ def _fill_attention(large: Any, small: Any, shape: Shape, head_dim: int) -> None
             factor = math.sqrt(step) if name == "q_proj" else 1.0
             weight = getattr(small, name).weight[old * head_dim : (old + 1) * head_dim]
             getattr(large, name).weight[new * shape.head_dim + places, : weight.shape[1]] = weight * factor
-        # Values are not turned: any places will do.
+        # Values are not rotated: the first places will do.
         value = small.v_proj.weight[kv_head * head_dim : (kv_head + 1) * head_dim]
         first = new_kv_head * shape.head_dim
         large.v_proj.weight[first : first + head_dim, : value.shape[1]] = value

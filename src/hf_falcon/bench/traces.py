@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""What one call of `generate` did, and the file that a benchmark keeps of these."""
+"""The record of one call of `generate`, and the file in which a benchmark keeps these records."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ TRACES_NAME = "traces.jsonl"
 @dataclass
 class Trace:
     """
-    One answer.
+    One answer of one method.
 
     Args:
-        method, data (`str`): how it was decoded, and the data set that its prompt is from.
-        prompt, turn (`int`): which prompt of the data set, and which turn of it.
+        method, data (`str`): the decoding method, and the data set of the prompt.
+        prompt, turn (`int`): the number of the prompt in the data set, and of the turn in the prompt.
         tokens (`list[int]`): the new tokens.
         seconds (`list[float]`): time of each timed run.
         statistics (`dict`, *optional*): `draft_statistics` of the last run, where a drafter was used.
-        gap (`float`, *optional*): where the tokens part from those of plain decoding, how much more plain decoding's
-            logit of its own token is than that of the other. `None` where they do not part.
-        peak_memory_mb (`float`): most memory in use: of the device on CUDA, else of the process since it began.
+        gap (`float`, *optional*): at the first token that diverges from plain decoding, the logit of plain decoding's
+            token minus the logit of this method's. `None` if none diverges.
+        peak_memory_mb (`float`): peak memory, of the device on CUDA, else of the process since it began.
     """
 
     method: str
@@ -45,11 +45,11 @@ class Trace:
 
 class TraceFile:
     """
-    Traces as JSON lines behind a first line that says what was measured; every trace is on the disk once it is added.
+    Traces as JSON lines, after a first line with the settings. A trace is on disk as soon as it is added.
 
     Args:
         folder (`str` or `Path`): where the file is, or will be.
-        settings (`dict`): what the traces depend on. JSON values.
+        settings (`dict`): all that the traces depend on, as JSON values.
 
     Raises:
         `ValueError`: if the folder holds traces that were made with other settings.
@@ -80,7 +80,7 @@ class TraceFile:
             self.traces[trace.key] = trace
 
     def add(self, trace: Trace) -> None:
-        """Keeps a trace."""
+        """Writes a trace."""
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(trace)) + "\n")
             file.flush()

@@ -166,7 +166,7 @@ class _Recorder(DraftPolicy):
 
 @torch.no_grad()
 def target_seconds(target: PreTrainedModel, context: int, max_nodes: int, seconds: float) -> dict[int, float]:
-    """Seconds of the target's forward by draft nodes, behind `context` tokens."""
+    """Seconds of the target's forward by draft nodes, after `context` tokens."""
     input_ids = torch.randint(target.config.get_text_config(decoder=True).vocab_size, (1, context))
     kwargs = {"past_key_values": DynamicCache(config=target.config), "use_cache": True}
     run = TargetRun(target, input_ids.to(target.device), target.generation_config, kwargs)
@@ -179,7 +179,7 @@ def seconds_by_threads(
 ) -> dict[int, tuple[float, float]]:
     """
     Seconds of the target's forward for a single token and for a tree of `nodes` draft nodes, by threads: as many as
-    torch uses now, half of them, and so on. Empty where the target is not on a CPU, or has one thread.
+    torch uses now, half as many, and so on. Empty if the target is not on a CPU, or torch uses one thread.
     """
     most, found = torch.get_num_threads(), {}
     counts = [most // 2**step for step in range(most.bit_length())]
@@ -200,15 +200,15 @@ def drafting(
     drafter: FalconDraftModel, target: PreTrainedModel, texts: list[Tensor], options: DraftOptions
 ) -> tuple[Tensor, float, float]:
     """
-    Drafts at every place of some texts.
+    Drafts at every position of some texts.
 
     Args:
         drafter, target, options: the drafter, its target, its options.
         texts (`list` of `torch.LongTensor` of shape `(1, length)`): the texts, each of 3 tokens or more.
 
     Returns:
-        Expected tokens by passes and nodes, of shape `(passes, nodes + 1)`, by the drafter's own probabilities; and
-        median seconds of a commit with the first block, and of each further pass.
+        Expected accepted tokens by passes and nodes, of shape `(passes, nodes + 1)`, from the drafter's own
+        probabilities; and median seconds of a commit with the first block, and of each further pass.
     """
     total, places = torch.zeros(options.num_draft_passes, options.num_assistant_tokens + 1), 0
     commits, passes = [], []
@@ -238,7 +238,7 @@ def speedups(expected: Tensor, costs: Costs) -> Tensor:
 
 
 def fastest_count(seconds: dict[int, tuple[float, float]]) -> int:
-    """The number of threads that trees are fastest with, or the first where it is hardly slower."""
+    """The number of threads with which trees are fastest, or the first number if it is hardly slower."""
     first, best = next(iter(seconds)), min(seconds, key=lambda count: seconds[count][1])
     return best if seconds[best][1] < _CLEARLY * seconds[first][1] else first
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""The drafters that `hf-falcon train` can train: ours, and what it is compared with."""
+"""The drafters that `hf-falcon train` can train: ours, and one to compare it with."""
 
 from __future__ import annotations
 

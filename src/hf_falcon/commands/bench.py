@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""`hf-falcon bench`: ways to decode against each other, on the same target, prompts and machine, in one run."""
+"""`hf-falcon bench`: compares decoding methods on the same target, prompts and machine, in one run."""
 
 from __future__ import annotations
 
@@ -56,18 +56,18 @@ class BenchArguments:
     target: str | None = field(default=None, metadata={"help": "Target, from the Hub or a folder."})
     drafter: str | None = field(default=None, metadata={"help": "Drafter, from the Hub or a folder."})
     eagle_like: str | None = field(
-        default=None, metadata={"help": "Drafter of `eagle_like`; the same one if left out and of that kind."}
+        default=None, metadata={"help": "Drafter of `eagle_like`; by default `drafter`, if it is of that kind."}
     )
     medusa_like: str | None = field(
         default=None,
         metadata={
-            "help": "Drafter of `medusa_like`, of `train --architecture medusa_like`; by default the one that comes "
-            "along for the demo's target."
+            "help": "Drafter of `medusa_like`, from `train --architecture medusa_like`; by default the one for the "
+            "demo's target."
         },
     )
     drafters: list[str] = field(
         default_factory=list,
-        metadata={"help": "NAME=FOLDER: more drafters, each a method of that name.", "action": "extend"},
+        metadata={"help": "NAME=FOLDER: further drafters; each is a method of that name.", "action": "extend"},
     )
     draft_model: str | None = field(default=None, metadata={"help": "Smaller language model, for `draft_model`."})
     decision: str | None = field(
@@ -76,18 +76,19 @@ class BenchArguments:
     methods: str = field(
         default="plain,prompt_lookup,falcon",
         metadata={
-            "help": f"Separated by commas; of {', '.join(METHODS)}. `falcon@8` is `falcon` with 8 nodes a tree, "
-            "and so for all that draft trees."
+            "help": f"Separated by commas, from {', '.join(METHODS)}. `falcon@8` is `falcon` with 8 nodes a tree; "
+            "the same holds for all methods that draft trees."
         },
     )
     node_budgets: list[int] = field(
         default_factory=list,
-        metadata={"help": "`falcon` with each of these numbers of nodes, too.", "action": "extend"},
+        metadata={"help": "Also `falcon` with each of these numbers of nodes.", "action": "extend"},
     )
     scaled: str | None = field(
         default=None,
         metadata={
-            "help": f"One of {', '.join(SHAPES)}: the target's function, and its drafters', in a network of that size."
+            "help": f"One of {', '.join(SHAPES)}: put the functions of the target and of its drafters into networks "
+            "of this size."
         },
     )
     max_new_tokens: int = field(default=128, metadata={"help": "New tokens an answer, at most."})
@@ -109,9 +110,7 @@ class BenchArguments:
             raise ValueError(f"`node_budgets` is {self.node_budgets}; give numbers of 1 or more.")
         names = [Path(source).stem for source in self.data]
         if len(set(names)) < len(names):
-            raise ValueError(
-                f"`data` is {self.data}: two have the same name; give each once, in files of other names."
-            )
+            raise ValueError(f"`data` is {self.data}: two files have the same name; rename one of them.")
         for place, given in enumerate(self.drafters):
             name, _, folder = given.partition("=")
             if any(other.startswith(f"{name}=") for other in self.drafters[:place]):
@@ -123,7 +122,7 @@ class BenchArguments:
 
     @property
     def method_names(self) -> list[str]:
-        """All that is to be measured, plain decoding first."""
+        """The names of all methods to measure, plain decoding first."""
         names = [PLAIN, *(name.strip() for name in self.methods.split(",") if name.strip())]
         names += [given.partition("=")[0] for given in self.drafters]
         names += [f"{FALCON}@{budget}" for budget in self.node_budgets]
@@ -131,7 +130,7 @@ class BenchArguments:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the benchmark. In float32, returns 1 if any method's tokens are not plain decoding's."""
+    """Runs the benchmark. In float32, returns 1 if the tokens of any method differ from plain decoding's."""
     parser = CommandParser(BenchArguments, prog="hf-falcon bench", description=__doc__)
     arguments = BenchArguments(**vars(parser.parse_args(argv)))
     data = {
@@ -166,7 +165,7 @@ def main(argv: list[str]) -> int:
         for turn in range(len(turns))
     }
     if wanted <= file.traces.keys():
-        print(f"All of it was measured before: delete {Path(arguments.output) / TRACES_NAME} to measure it again.")
+        print(f"All answers were measured before: delete {Path(arguments.output) / TRACES_NAME} to measure it again.")
     Benchmark(models.target, tokenizer, methods, settings, arguments.repeats).run(data, file)
 
     traces = [trace for key, trace in file.traces.items() if key in wanted]
@@ -203,7 +202,7 @@ def _load(
         medusa_like = shipped_folder(MEDUSA_LIKE_NAME)
     if medusa_like is None:
         models.absent["medusa_like"] = (
-            "no drafter is given as `medusa_like`, and none comes along for this target: examples/train_peers.sh "
+            "no drafter is given as `medusa_like`, and there is none for this target: examples/train_peers.sh "
             "trains one"
         )
     else:
@@ -222,7 +221,7 @@ def _load(
 
 
 def _scale(models: Models, name: str) -> None:
-    """Puts the target and its drafters into a larger shape; the peers' that do not go into it are left out."""
+    """Puts the target and its drafters into a larger shape; other methods' drafters that do not fit are left out."""
     shape, small = SHAPES[name], models.target
     models.target = scaled_target(small, shape)
     models.target.name_or_path = f"{report.scale(name)} that computes the function of {small.name_or_path}"
@@ -239,7 +238,7 @@ def _scale(models: Models, name: str) -> None:
 
 
 def _environment(models: Models, dtype: torch.dtype) -> dict[str, Any]:
-    """What the numbers hold for."""
+    """The models, libraries and machine of the measurements."""
     device = models.target.device
     named = {"target": models.target, "drafter": models.drafters[FALCON]}
     named |= {name: drafter for name, drafter in models.drafters.items() if name != FALCON}
@@ -261,7 +260,7 @@ def _environment(models: Models, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """The processor's name, where the system tells it."""
+    """The processor's name, or its architecture if the system has no name for it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -281,7 +280,7 @@ def _options(drafter: FalconDraftModel) -> DraftOptions:
 def _add_drafting(
     rows: list[dict[str, Any]], methods: dict[str, dict[str, Any]], models: Models, scaled: str | None
 ) -> None:
-    """Adds the shape of the network, and for the methods that draft trees their options and their memory."""
+    """Adds the shape of the network, and the options and memory of the methods that draft trees."""
     target_bytes = weight_bytes(models.target)
     found: dict[str, dict[str, Any]] = {}
     for name, arguments in methods.items():

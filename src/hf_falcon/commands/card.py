@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""The model card of a drafter, from its configuration and from what its training wrote beside it."""
+"""The model card of a drafter, from its configuration and the files that its training wrote."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 from ..core.configuration_falcon_draft import FalconDraftConfig
 
 TEMPLATE_NAME = "model_card.md.jinja"
-# In a card that was made, so that it is made anew, and one that somebody wrote is not.
+# Marks a card that this module wrote. Only a card with the mark is written again; a user's own card stays.
 MARK = "<!-- Made by hf-falcon. Without this line it is not made anew. -->"
 
 
@@ -22,9 +22,9 @@ def render_card(config: FalconDraftConfig, folder: str | Path, name: str, licens
     The card of the drafter in `folder`.
 
     Args:
-        config ([`FalconDraftConfig`]): the drafter's.
-        folder (`str` or `Path`): where `provenance.json` and `trainer_state.json` may be.
-        name (`str`): the repository, or what the drafter is called.
+        config ([`FalconDraftConfig`]): the drafter's configuration.
+        folder (`str` or `Path`): the drafter's folder, with `provenance.json` and `trainer_state.json` if they exist.
+        name (`str`): the repository, or the name of the drafter.
         license (`str`, *optional*): an identifier of the Hub, such as "apache-2.0".
     """
     target = config.target_name_or_path
@@ -39,7 +39,7 @@ def render_card(config: FalconDraftConfig, folder: str | Path, name: str, licens
         pipeline_tag="text-generation",
         license=license,
         base_model=base_model,
-        # Of the Hub's relations: it runs beside its base model, and does nothing without it.
+        # The nearest of the Hub's relations: a drafter works only beside its base model.
         base_model_relation=None if base_model is None else "adapter",
         datasets=[source for source in sources if _is_repository(source)] or None,
         tags=["speculative-decoding", "assisted-generation", "falcon", "custom_code"],
@@ -64,7 +64,7 @@ def render_card(config: FalconDraftConfig, folder: str | Path, name: str, licens
         data,
         template_path=str(template()),
         mark=MARK,
-        # The data's own `model_name` is gone from them where there are results.
+        # `ModelCardData` drops `model_name` if there are results.
         title=title,
         repository=name,
         target=target or "its target",
@@ -76,7 +76,7 @@ def render_card(config: FalconDraftConfig, folder: str | Path, name: str, licens
 
 
 def write_card(config: FalconDraftConfig, folder: str | Path) -> bool:
-    """Writes `README.md` into a drafter's folder, and returns whether it did: a card of somebody's own stays."""
+    """Writes `README.md` into a drafter's folder, unless a user's own card is there. Returns whether it did."""
     file = Path(folder, "README.md")
     if file.is_file() and MARK not in file.read_text(encoding="utf-8"):
         return False
@@ -85,7 +85,7 @@ def write_card(config: FalconDraftConfig, folder: str | Path) -> bool:
 
 
 def template() -> Path:
-    """The template's file: that of the source checkout, or the one installed with the package."""
+    """The file of the template: in the source checkout, or installed with the package."""
     for parent in Path(__file__).resolve().parents:
         file = parent / "hub_cards" / TEMPLATE_NAME
         if file.is_file():
@@ -94,7 +94,7 @@ def template() -> Path:
 
 
 def final_tau(folder: str | Path) -> tuple[float | None, float | None]:
-    """tau and alpha that the training measured in the end by decoding, where it did."""
+    """tau and alpha that the training measured by decoding at its end; `None` if it did not."""
     for row in reversed(_read(Path(folder, "trainer_state.json")).get("log_history", [])):
         if "final_tau" in row:
             return row["final_tau"], row.get("final_alpha")

@@ -1,6 +1,6 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-`hf-falcon chat`: a conversation in the terminal, with the speed and the acceptance of each reply while it is written.
+`hf-falcon chat`: a conversation in the terminal, with the speed and the acceptance of each reply.
 Ctrl-C stops a reply. `/help` lists the commands of the chat; an empty line, `/exit` or Ctrl-D ends it.
 """
 
@@ -33,8 +33,8 @@ class ChatArguments(DecodingArguments):
 
 class StatusLine:
     """
-    Keeps the terminal's last line for a status, while text scrolls above it, as package managers do. Where stdout is
-    no terminal, or one that may not know how, it does nothing.
+    Reserves the last line of the terminal for a status, while text scrolls above it, as package managers do. Does
+    nothing if stdout is not a terminal, or `TERM` is "dumb".
     """
 
     def __init__(self) -> None:
@@ -72,10 +72,10 @@ def converse(
     arguments: ChatArguments,
 ) -> list[dict[str, str]]:
     """
-    Reads messages and answers them, the whole conversation before each.
+    Reads messages and answers each, with the whole conversation as context.
 
     Returns:
-        `list[dict[str, str]]`: the conversation, as a chat template takes it.
+        `list[dict[str, str]]`: the conversation, in the form of a chat template.
 
     Raises:
         `ValueError`: if the target has no chat template.

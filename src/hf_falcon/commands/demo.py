@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""`hf-falcon demo`: the same text with and without the drafter, side by side, and what the drafter saves."""
+"""`hf-falcon demo`: the same text with and without the drafter, side by side, and the time that the drafter saves."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class ColumnStreamer(TextStreamer):
 
 @contextmanager
 def display(name: str, prompt: str) -> Iterator[Show]:
-    """Shows a prompt's two texts: beside each other on a terminal, one after the other where the output is kept."""
+    """Shows the two outputs of a prompt: side by side on a terminal, one after the other elsewhere."""
     texts, titles = ["", ""], [f"{name}: plain", f"{name}: with the drafter"]
     print(f"\n{name}: {prompt}\n")
     if not sys.stdout.isatty():
@@ -145,10 +145,10 @@ def measure(
     arguments: DemoArguments,
 ) -> Row:
     """
-    Runs one prompt both ways; `identical` is what was found in the dtype of the timing.
+    Runs one prompt both ways; `identical` holds for the dtype of the timed runs.
 
-    The first run of each is the one that is shown; it also warms up. The timed runs have no streamer, so that neither
-    pays for the display.
+    The first run of each way is shown, and warms up. The timed runs have no streamer, so that the display takes no
+    part of their time.
     """
     inputs = encode(tokenizer, prompt, target.device)
     with nullcontext(lambda column, text: None) if arguments.json else display(name, prompt) as show:
@@ -198,7 +198,7 @@ def identical_in_fp32(arguments: DemoArguments, prompts: dict[str, str], device:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the demo. Returns 1 if any text differs in float32, else 0."""
+    """Runs the demo. Returns 1 if any output differs in float32, else 0."""
     parser = CommandParser(DemoArguments, prog="hf-falcon demo", description=__doc__)
     arguments = DemoArguments(**vars(parser.parse_args(argv)))
     device = resolve_device(arguments.device)

@@ -65,7 +65,7 @@ class EvaluateArguments:
         default=None, metadata={"help": "Stop drafting below this probability."}
     )
     num_assistant_tokens_schedule: str = field(
-        default="constant", metadata={"help": "'constant', or 'heuristic': what pays on this machine."}
+        default="constant", metadata={"help": "'constant', or 'heuristic': the size that pays on this machine."}
     )
     prompt_lookup_num_tokens: int = field(default=0, metadata={"help": "Tokens of prompt lookup, at most; 0 is off."})
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
@@ -83,7 +83,7 @@ def measure_acceptance(
     prompts: list[str],
     arguments: EvaluateArguments,
 ) -> dict[str, Any]:
-    """Counts over all prompts, summed before they are divided: a long text weighs more than a short one."""
+    """Counts over all prompts, summed before they are divided: a long output weighs more than a short one."""
     counts = {"rounds": 0, "drafted_tokens": 0, "accepted_tokens": 0, "new_tokens": 0}
     by_depth: list[int] = []
     near_ties = 0
@@ -115,7 +115,7 @@ def measure_acceptance(
     result: dict[str, Any] = {
         "prompts": len(prompts),
         **counts,
-        "tokens_a_round": 1 + tau,
+        "tokens_per_round": 1 + tau,
         "tau": tau,
         "alpha": counts["accepted_tokens"] / max(1, counts["new_tokens"]),
         "accepted_by_depth": [count / max(1, counts["rounds"]) for count in by_depth],
@@ -134,7 +134,7 @@ def table(results: dict[str, dict[str, Any]]) -> str:
             [
                 name,
                 str(found["prompts"]),
-                f"{found['tokens_a_round']:.2f}",
+                f"{found['tokens_per_round']:.2f}",
                 f"{found['tau']:.2f}",
                 f"{100 * found['alpha']:.1f} %",
                 f"{found['identical']}/{found['prompts']}" if "identical" in found else "-",
@@ -154,7 +154,7 @@ def main(argv: list[str]) -> int:
     target, tokenizer = load_target(arguments.target, dtype, device)
     drafter = load_drafter(arguments.drafter, dtype, device)
     for option in fields(DraftOptions):
-        # Not all are arguments: how samples are verified has no meaning here.
+        # Some options are not arguments: `verification` has no meaning in greedy decoding.
         value = getattr(arguments, option.name, None)
         if value is not None:
             setattr(drafter.generation_config, option.name, value)

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""`hf-falcon generate`: a text for a prompt, shown as it is written."""
+"""`hf-falcon generate`: the answer to a prompt, shown while it is generated."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class DecodingArguments:
             raise ValueError(
                 "`temperature` is 0, which does not sample: leave out `do_sample` and `top_p`, or raise it."
             )
-        # A temperature is for sampling, and nothing else.
+        # A temperature has no other use.
         self.do_sample = self.do_sample or bool(self.temperature) or self.top_p is not None
         if self.seed is not None:
             set_seed(self.seed)
@@ -123,7 +123,7 @@ class _Writer(TextStreamer):
 
 class Reply:
     """
-    One text, streamed while it is made. After an interrupt and `stop`, `text` holds what there was of it.
+    One text, streamed while it is generated. After an interrupt and `stop`, `text` holds the text so far.
 
     Args:
         target, drafter, tokenizer: see [`DecodingArguments.load`].
@@ -145,12 +145,12 @@ class Reply:
 
     @property
     def text(self) -> str:
-        """What was written so far."""
+        """The text so far."""
         return self._writer.text
 
     @property
     def tokens(self) -> int:
-        """Tokens so far, special ones among them."""
+        """Tokens so far, special tokens included."""
         return self._writer.tokens
 
     @property
@@ -161,7 +161,7 @@ class Reply:
         speed = f"{tokens} tokens, {tokens / seconds:.1f} tokens/s"
         if self._drafter is None or (self._seconds is not None and self._statistics is None):
             return speed
-        # The first token comes with the prompt's forward, which is no round.
+        # The first token comes from the prompt's forward, which is not a round.
         tau, alpha = drafted / max(1, tokens - drafted - 1), drafted / max(1, tokens)
         if self._statistics is not None:
             tau, alpha = self._statistics.tau or 0.0, self._statistics.alpha or 0.0

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""`hf-falcon info REPOSITORY`: what a drafter is, from its configuration and card; its weights are not downloaded."""
+"""`hf-falcon info REPOSITORY`: describes a drafter from its configuration and card, without downloading weights."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class InfoArguments:
 
 def describe(repository: str, revision: str | None = None) -> dict[str, Any]:
     """
-    What a drafter is.
+    Describes a drafter.
 
     Args:
         repository (`str`): a folder, or a repository of the Hub.
@@ -36,7 +36,7 @@ def describe(repository: str, revision: str | None = None) -> dict[str, Any]:
 
     Returns:
         `dict`: "target", "target_model_type", "k", "vocab_size", "draft_vocab_size", "parameters", "bytes" of the
-        weight files, "tau" by data set and "license", the last two `None` where the card does not say.
+        weight files, "tau" by data set and "license". The last two are `None` if the card lacks them.
     """
     config = FalconDraftConfig.from_pretrained(repository, revision=revision)
     with torch.device("meta"), init.no_init_weights():
@@ -46,7 +46,7 @@ def describe(repository: str, revision: str | None = None) -> dict[str, Any]:
         file = Path(repository, "README.md")
         card = ModelCard.load(file) if file.is_file() else None
     else:
-        # The commit's, so that all belongs together.
+        # Files and card of one commit.
         found = HfApi().model_info(repository, revision=revision, files_metadata=True)
         sizes = {each.rfilename: each.size or 0 for each in found.siblings or ()}
         try:

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Loads the target and the drafter of a command: from a name, from a folder, or those that come with the project."""
+"""Loads the target and the drafter of a command: by name, from a folder, or the demo's by default."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fastest_dtype(device: str | torch.device) -> torch.dtype:
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     elif device.type == "cpu":
-        # oneDNN's own check is also true where bfloat16 is only emulated, and slower than float32.
+        # oneDNN's own check is also true where bfloat16 is only emulated, and so slower than float32.
         native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
     else:
         native = False
@@ -117,8 +117,8 @@ def load_drafter(
 
     Args:
         name_or_path (`str`, *optional*):
-            A name on the Hub or a folder. By default the drafter of the demo target: that of the source checkout,
-            else the published one.
+            A name on the Hub or a folder. By default the drafter of the demo target: in the source checkout the one in
+            `hub_cards`, elsewhere the published one.
         dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`):
             As in [`load_target`].
         device (`str` or `torch.device`, *optional*):
@@ -166,7 +166,7 @@ def source_named(field: str, name_or_path: str) -> Iterator[None]:
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """A user's message as the target reads it; the text itself for a target without a chat template."""
+    """The inputs of a user's message, by the chat template; without one, the plain text."""
     if tokenizer.chat_template is None:
         return dict(tokenizer(prompt, return_tensors="pt").to(device))
     message = [{"role": "user", "content": prompt}]
@@ -180,7 +180,7 @@ def shipped_drafter() -> str:
 
 
 def shipped_folder(name: str) -> str | None:
-    """The folder of weights of that name in the source checkout, if it is one and they are there."""
+    """The folder with the weights of that name in the source checkout, or `None` if there is none."""
     for parent in Path(__file__).resolve().parents:
         folder = parent / "hub_cards" / name
         if (folder / "config.json").is_file():
@@ -205,10 +205,10 @@ def converted_target() -> Path:
     """
     The folder with the demo target as transformers writes it, made at the first call.
 
-    Reading GGUF takes some fifteen seconds, this folder one. It holds float32: what the file's weights say exactly.
+    Reading GGUF takes some fifteen seconds, this folder one. It holds float32, which keeps the values of the file.
     """
     source = packaged_target()
-    # The size stands in the name so that another release of the package is not mistaken for this one.
+    # The name contains the size, so that another release of the package gets another folder.
     name = f"{TARGET_NAME.rpartition('/')[2]}-{source.stat().st_size}"
     folder = Path(constants.HF_HOME) / "hf_falcon" / "targets" / name
     if folder.is_dir():
@@ -217,14 +217,14 @@ def converted_target() -> Path:
         raise OSError("Reading the demo target's weights needs the package `gguf`. Run `pip install hf-falcon[demo]`.")
     print("Converting the demo target's weights (once, some seconds).", file=sys.stderr, flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    # Written beside its place and moved there whole: nobody ever sees half of it.
+    # Written in another folder and renamed: no process sees an incomplete one.
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}.") as scratch:
         new = Path(scratch) / name
         convert_gguf(source, new)
         try:
             os.rename(new, folder)
         except OSError:
-            # Another process was first, and its copy is as good.
+            # Another process was first, and its copy is the same.
             if not folder.is_dir():
                 raise
     return folder
@@ -246,7 +246,7 @@ def convert_gguf(source: Path, folder: Path) -> None:
 
 @contextmanager
 def no_progress_bars(folder: str | Path) -> Iterator[None]:
-    """Keeps the bars of a folder's loading off the terminal, where they only clutter; a download keeps its own."""
+    """Hides the progress bars of loading from a folder; a download shows its own."""
     hide = os.path.isdir(folder) and transformers_logging.is_progress_bar_enabled()
     if hide:
         transformers_logging.disable_progress_bar()

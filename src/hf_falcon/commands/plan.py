@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""`hf-falcon train --plan`: what a run would train, and what it would need, without reading any weights."""
+"""`hf-falcon train --plan`: the drafter, steps, time and memory of a run, without reading any weights."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .train_arguments import DrafterArguments
 
 # Up to six float32 tensors of the size of a chunk of logits live at once.
 _CHUNK_BYTES = 6 * 4
-# Hours are told at this speed, in operations a second of one process; at another they are in proportion.
+# Speed for the estimate of hours, in operations a second of one process; hours are inversely proportional.
 _SPEED = 1e14
 
 
@@ -40,7 +40,8 @@ def describe(
     Args:
         options, args: the arguments of the run.
         config ([`FalconDraftConfig`]): the drafter's configuration.
-        data ([`TokenFile`]): all the data; `train` and `held_out` are what is learnt from and judged by.
+        data ([`TokenFile`]): all the data.
+        train, held_out ([`DraftSamples`]): the samples to train on, and the held-out samples.
     """
     dtype = resolve_dtype(options.target_dtype or "auto", args.device)
     with torch.device("meta"):
@@ -63,8 +64,8 @@ def describe(
         f"activations of {batch} x {length} tokens": activation_bytes(config, batch, length, args.unroll_passes),
         "a chunk of logits": _CHUNK_BYTES * chunk_rows(vocab_size) * vocab_size,
     }
-    # Features are computed in every epoch, or once for all the data. They need no LM head, and looking up an
-    # embedding is no work.
+    # Features are computed in every epoch, or once for all the data. They need no LM head, and an embedding needs no
+    # products.
     body = sum(p.numel() for p in target.base_model.parameters()) - target.get_input_embeddings().weight.numel()
     reading = 2 * body * (presented if options.features_dir is None else len(data.tokens))
     work = reading + training_operations(config, args, size, presented, round(presented * (1 - prompts / tokens)))
@@ -116,9 +117,9 @@ def training_steps(samples: int, args: FalconTrainingArguments) -> tuple[int, in
 
 def activation_bytes(config: FalconDraftConfig, batch: int, length: int, passes: int) -> int:
     """
-    What the backward pass needs of a batch, in bytes, as counted on drafters in float32 (mixed precision saves little:
-    norms and residuals stay). Values a token: some 10 times the hidden size around the layers, 20 for an LSTM layer,
-    11 and four times the width of the MLP for a decoder layer, and its mask.
+    Bytes of the activations that the backward pass of a batch needs, as counted on drafters in float32 (mixed
+    precision saves little: norms and residuals stay in float32). Values a token: some 10 times the hidden size around
+    the layers, 20 for an LSTM layer, 11 and four times the width of the MLP for a decoder layer, and its mask.
     """
     hidden, group = config.hidden_size, config.num_attention_heads // config.num_key_value_heads
     layer = 11 * hidden + 4 * config.intermediate_size + group * passes * length
@@ -143,13 +144,13 @@ def training_operations(
 
 
 def checkpoints(steps: int, steps_per_epoch: int, args: FalconTrainingArguments) -> int:
-    """Checkpoints on the disk at the end; for `save_strategy="best"`, which is not known before, one an epoch."""
+    """Checkpoints on disk at the end; one an epoch for `save_strategy="best"`, whose number is not known."""
     strategy = SaveStrategy(args.save_strategy)
     if strategy == SaveStrategy.NO:
         return 0
     every: float = steps_per_epoch
     if strategy == SaveStrategy.STEPS:
-        # A fraction is one of the run.
+        # A fraction is a share of all steps.
         every = args.save_steps if args.save_steps >= 1 else math.ceil(args.save_steps * steps)
     written = math.ceil(steps / every)
     return min(written, args.save_total_limit or written)

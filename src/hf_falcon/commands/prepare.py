@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""`hf-falcon prepare`: from dialogues to the target's own responses, as one token file."""
+"""`hf-falcon prepare`: generates the target's responses to dialogues, and writes them as one token file."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ def main(argv: list[str]) -> int:
     """
     parser = CommandParser([PrepareArguments], prog="hf-falcon prepare", description=__doc__)
     (arguments,) = parser.parse_args_into_dataclasses(args=argv)
-    # A file that is missing is found before a target is downloaded and loaded.
+    # A missing file is reported before a target is downloaded and loaded.
     find_data(arguments.data)
     state = process_state()
-    # Of several processes, each has a device of its own.
+    # Each of several processes has a device of its own.
     device = state.device if arguments.device is None and state.num_processes > 1 else arguments.device
     model, tokenizer = load_target(arguments.target, arguments.dtype, device)
     try:

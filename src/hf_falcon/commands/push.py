@@ -13,20 +13,20 @@ from .card import MARK, render_card
 from .models import no_progress_bars
 from .run_arguments import CommandParser
 
-# What a training leaves beside a drafter that others may want to see.
+# Files that a training leaves beside a drafter, and that are published with it.
 _EXTRAS = ("provenance.json", "training.png")
 
 
 @dataclass
 class PushArguments:
-    """Arguments of `hf-falcon push`; `help` describes each. The token is that of `hf auth login`, or `HF_TOKEN`."""
+    """Arguments of `hf-falcon push`; `help` describes each. The token comes from `hf auth login`, or `HF_TOKEN`."""
 
-    private: bool = field(default=False, metadata={"help": "Make the repository private, if it is new."})
+    private: bool = field(default=False, metadata={"help": "Make a new repository private."})
     revision: str | None = field(default=None, metadata={"help": "Branch to push to."})
     create_pr: bool = field(default=False, metadata={"help": "Open a pull request instead."})
     message: str = field(default="Upload drafter", metadata={"help": "Message of the commit."})
     license: str | None = field(
-        default=None, metadata={"help": "Licence of a card that is made here, such as apache-2.0."}
+        default=None, metadata={"help": "Licence in a card that this command writes, such as apache-2.0."}
     )
 
 
@@ -34,13 +34,15 @@ def main(argv: list[str]) -> int:
     """Runs `hf-falcon push`; prints the address of the commit."""
     parser = CommandParser(PushArguments, prog="hf-falcon push", description=__doc__)
     parser.add_argument("folder", help="Folder of the drafter.")
-    parser.add_argument("repository", help="Repository to push to, user/name; made if it is not there.")
+    parser.add_argument("repository", help="Repository to push to, user/name; created if there is none.")
     found = vars(parser.parse_args(argv))
     folder, repository = Path(found.pop("folder")), found.pop("repository")
     arguments = PushArguments(**found)
     if not folder.is_dir():
-        raise FileNotFoundError(f"`{folder}` is not a folder: give that of a drafter, as `hf-falcon train` writes it.")
-    # Loaded, not only copied: what cannot be loaded is not pushed.
+        raise FileNotFoundError(
+            f"`{folder}` is not a folder: give the folder of a drafter, as `hf-falcon train` writes it."
+        )
+    # Loaded, and not only copied: a drafter that cannot be loaded is not pushed.
     with no_progress_bars(folder):
         drafter = FalconDraftModel.from_pretrained(str(folder))
     file = folder / "README.md"

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""What the demo measures, and how it is summed up: plain Python, no model."""
+"""The measurements of the demo and their summary: plain Python, no model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..bench.tables import aligned
 @dataclass
 class Row:
     """
-    What was measured for one prompt.
+    The measurements of one prompt.
 
     Args:
         name (`str`): The prompt's name.
         tokens (`int`): New tokens of plain decoding.
-        assisted_tokens (`int`): New tokens with the drafter; in a dtype other than float32, rounding can part the two.
+        assisted_tokens (`int`): New tokens with the drafter; they can differ by rounding, except in float32.
         plain_seconds (`float`): Median time of plain decoding.
         assisted_seconds (`float`): Median time with the drafter.
         tau (`float`): Accepted draft tokens a round.
@@ -36,8 +36,13 @@ class Row:
 
     @property
     def comparable_seconds(self) -> float:
-        """Time with the drafter for as many tokens as plain decoding gave: a shorter text is no speed-up."""
+        """Time with the drafter for as many tokens as plain decoding gave: a shorter output is no speed-up."""
         return self.assisted_seconds * self.tokens / self.assisted_tokens
+
+    @property
+    def tokens_per_round(self) -> float:
+        """The acceptance length: accepted draft tokens and the target's own token."""
+        return self.tau + 1
 
     @property
     def speedup(self) -> float:
@@ -50,8 +55,9 @@ def overall_speedup(rows: list[Row]) -> float:
 
 
 def summary(rows: list[Row]) -> dict[str, Any]:
-    """What `--json` prints."""
-    names = ("name", "tokens", "plain_seconds", "assisted_seconds", "speedup", "tau", "alpha", "identical")
+    """The object that `--json` prints."""
+    names = ["name", "tokens", "plain_seconds", "assisted_seconds", "speedup", "tokens_per_round", "tau", "alpha"]
+    names.append("identical")
     return {
         "prompts": [{name: getattr(row, name) for name in names} for row in rows],
         "speedup": overall_speedup(rows),
@@ -69,6 +75,7 @@ def table(rows: list[Row]) -> str:
         "plain tok/s",
         "assisted tok/s",
         "speed-up",
+        "tokens/round",
         "tau",
         "identical in float32",
     ]
@@ -81,6 +88,7 @@ def table(rows: list[Row]) -> str:
             f"{row.tokens / row.plain_seconds:.1f}",
             f"{row.assisted_tokens / row.assisted_seconds:.1f}",
             f"{row.speedup:.2f}",
+            f"{row.tokens_per_round:.2f}",
             f"{row.tau:.2f}",
             "yes" if row.identical else "NO",
         ]
@@ -90,7 +98,7 @@ def table(rows: list[Row]) -> str:
 
 
 def run_order(repeats: int) -> list[bool]:
-    """Which runs are assisted. The two alternate in who goes first, so that a drift of the machine favours neither."""
+    """Whether each run is assisted. The order alternates, so that a drift of the machine favours neither."""
     return [
         assisted for repeat in range(repeats) for assisted in ((False, True) if repeat % 2 == 0 else (True, False))
     ]

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""`hf-falcon train`: a drafter for a target, from token files."""
+"""`hf-falcon train`: trains a drafter for a target on token files."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> int:
     trainer = FalconTrainer(drafter, target, args, samples, held_out, run_arguments=asdict(options))
     plot = TrainingPlot()
     trainer.add_callback(plot)
-    # Trainer makes it in one process, and the others may come here before.
+    # Trainer creates it in one process, and other processes can need it earlier.
     os.makedirs(args.output_dir, exist_ok=True)
     checkpoint = args.resume_from_checkpoint or get_last_checkpoint(args.output_dir)
     trainer.train(resume_from_checkpoint=checkpoint)
@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
         if state.global_step >= state.max_steps:
             kind = ARCHITECTURES[options.architecture]
             _log_final_tau(trainer, kind, target, held_out, options.final_tau_prompts)
-    # Once more, with what was measured after the training.
+    # Once more, with the measurements after the training.
     plot.on_train_end(args, state, trainer.control)
     trainer.save_state()
     if trainer.is_world_process_zero() and type(drafter) is FalconDraftModel:
@@ -84,7 +84,7 @@ def main(argv: list[str]) -> int:
 def _split(
     options: DrafterArguments, data: TokenFile, stored: StoredFeatures | None = None
 ) -> tuple[DraftSamples, DraftSamples | None]:
-    """What is learnt from, and what is judged by."""
+    """The samples to train on, and the held-out samples."""
     first = len(data) - min(options.eval_samples, len(data) // 10)
     samples = DraftSamples(data, list(range(first)), options.max_length, stored)
     if first == len(data):
@@ -108,14 +108,14 @@ def _log_final_tau(
     samples = [held_out[item] for item in range(min(prompts, len(held_out)))]
     if not samples or not trainer.is_world_process_zero():
         return
-    # The saved one: of the one in training, a process may have no more than a shard.
+    # The saved drafter: a process may have only a shard of the one in training.
     drafter = kind.from_pretrained(str(trainer.args.output_dir), dtype=torch.float32).to(target.device)
     found = decoded_tau(target, drafter, [sample["token_ids"][: sample["prompt_length"]] for sample in samples])
     if found:
         trainer.log({name: round(value, 5) for name, value in found.items()})
         print(
-            f"{len(samples)} held-out prompts decoded: tau {found['final_tau']:.2f} accepted draft tokens a round, "
-            f"alpha {100 * found['final_alpha']:.1f} % of all tokens"
+            f"{len(samples)} held-out prompts decoded: {1 + found['final_tau']:.2f} tokens a round (tau "
+            f"{found['final_tau']:.2f}), {100 * found['final_alpha']:.1f} % of all tokens drafted (alpha)"
         )
 
 
@@ -129,7 +129,7 @@ def _check_vocabulary(data: TokenFile, vocab_size: int) -> None:
 
 
 def _config(options: DrafterArguments, target: PreTrainedModel | PreTrainedConfig) -> FalconDraftConfig:
-    """The configuration of the drafter, new or to start from."""
+    """The configuration of the drafter: a new one, or that of `init_from`."""
     kind = ARCHITECTURES[options.architecture].config_class
     if options.init_from is not None:
         return kind.from_pretrained(options.init_from)

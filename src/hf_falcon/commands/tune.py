@@ -27,16 +27,16 @@ class TuneArguments:
     Arguments of `hf-falcon tune`.
 
     Args:
-        target, drafter (`str`, *optional*): names or folders; those of the demo if left out.
-        data (`list[str]`, *optional*): JSON-lines files with `turns` whose answers are drafted; three prompts of its
-            own if left out.
+        target, drafter (`str`, *optional*): names or folders; the models of the demo if left out.
+        data (`list[str]`, *optional*): JSON-lines files with `turns`, whose answers are drafted; three built-in
+            prompts if left out.
         limit (`int`, *optional*, defaults to 3): prompts of each file, from the start.
         max_new_tokens (`int`, *optional*, defaults to 64): tokens of an answer, at most.
         context (`int`, *optional*, defaults to 256): tokens before the round that is timed.
-        seconds (`float`, *optional*, defaults to 20): how long the target is timed.
-        pack (`bool`, *optional*, defaults to `False`): pack the weights of both first, for calls with packed weights.
-        output (`str`, *optional*): folder of `tune.json` and `tune.png`; the drafter's if that is a folder. There its
-            `generation_config.json` gets `draft_calibration`, in any case.
+        seconds (`float`, *optional*, defaults to 20): seconds for which the target is timed.
+        pack (`bool`, *optional*, defaults to `False`): pack the weights of both models first.
+        output (`str`, *optional*): folder of `tune.json` and `tune.png`; by default the drafter's folder. If the
+            drafter is in a folder, its `generation_config.json` gets `draft_calibration` in any case.
     """
 
     target: str | None = field(default=None, metadata={"help": "Target, from the Hub or a folder."})
@@ -45,8 +45,8 @@ class TuneArguments:
     limit: int = field(default=3, metadata={"help": "Prompts of each file, from the start."})
     max_new_tokens: int = field(default=64, metadata={"help": "Tokens of an answer, at most."})
     context: int = field(default=256, metadata={"help": "Tokens before the round that is timed."})
-    seconds: float = field(default=20.0, metadata={"help": "How long the target is timed."})
-    pack: bool = field(default=False, metadata={"help": "Pack the weights of both first (`pack_weights`)."})
+    seconds: float = field(default=20.0, metadata={"help": "Seconds for which the target is timed."})
+    pack: bool = field(default=False, metadata={"help": "Pack the weights of both models first (`pack_weights`)."})
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
     output: str | None = field(default=None, metadata={"help": "Folder of tune.json and tune.png."})

@@ -27,7 +27,7 @@ from .modeling_falcon_draft import FalconDraftNetwork
 from .policy import AdaptivePolicy, DraftPolicy, PlainPolicy, acceptance_stats_of
 from .sampling import MultiRootCandidateGenerator, SamplingCandidateGenerator, decode_multi_root, verify_speculative
 from .statistics import FalconGenerateOutput, StatisticsRecorder
-from .target_parts import TargetHead, was_trained_for
+from .target_parts import TargetHead, check_target, was_trained_for
 from .target_run import BatchedTargetRun, LayerOutputs, TargetRun
 from .target_support import unsupported_batch_reason, unsupported_reason
 from .tree import DraftTree, single_node
@@ -103,13 +103,14 @@ def assisted_decoding(
         )
         return FalconGenerateOutput(**output) if isinstance(output, GenerateDecoderOnlyOutput) else output
     options = DraftOptions.from_generation_config(drafter.generation_config, generation_config)
+    check_target(drafter, target)
     _warn_of_unused_fields(generation_config)
     _warn_of_other_weights(drafter, target)
     if input_ids.shape[0] > 1:
         batch = BatchSequence(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
         statistics, cache = _assist_batch(target, drafter, options, batch, generation_config, model_kwargs)
         return _output(batch, statistics, cache, generation_config)
-    # Made first: making one raises the errors of a drafter that does not fit.
+    # Before the target runs: an option that does not fit raises its error here.
     decode_sequence = _decoder(drafter, target, options, logits_processor, generation_config, model_kwargs)
     sequence = TokenSequence(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     run = TargetRun(target, input_ids, generation_config, model_kwargs, drafter.config.feature_layers)

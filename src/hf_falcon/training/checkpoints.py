@@ -9,8 +9,7 @@ from pathlib import Path
 
 from transformers.trainer_utils import sort_checkpoints
 
-# Inside the run's folder, so that a folder moves from here to its place by renaming. Nothing that looks for
-# checkpoints finds it.
+# In the run's folder, so that renaming moves a checkpoint to its place. No search for checkpoints finds this name.
 _SCRATCH = ".unfinished"
 
 
@@ -20,7 +19,7 @@ def scratch_folder(run_folder: str | Path) -> Path:
 
 
 def empty(scratch: Path) -> None:
-    """Makes the scratch folder, without what an earlier death left in it."""
+    """Creates an empty scratch folder: an interrupted run can leave files in it."""
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
 
@@ -31,7 +30,7 @@ def publish(folder: Path, place: Path) -> None:
 
     Args:
         folder (`Path`): the complete folder, below [`scratch_folder`].
-        place (`Path`): where it goes. A folder that is there makes way.
+        place (`Path`): its final place. A folder of that name is removed.
     """
     _flush(folder)
     if place.exists():
@@ -40,7 +39,7 @@ def publish(folder: Path, place: Path) -> None:
 
 
 def publish_files(folder: Path, place: Path) -> None:
-    """Moves all the files of a folder to their places in another one, where each replaces its namesake in one step."""
+    """Moves all files of a folder into another folder. Each replaces a file of the same name in one step."""
     _flush(folder)
     for file in [path for path in folder.rglob("*") if path.is_file()]:
         target = place / file.relative_to(folder)
@@ -55,7 +54,7 @@ def prune(run_folder: str | Path, limit: int | None, kept: set[str]) -> None:
     Args:
         run_folder (`str` or `Path`): the run's folder, with a scratch folder in it.
         limit (`int`, *optional*): checkpoints to keep; `None` or 0 keeps all.
-        kept (`set[str]`): checkpoints that stay in any case, as paths.
+        kept (`set[str]`): paths of checkpoints that are never deleted.
     """
     checkpoints = sort_checkpoints(str(run_folder))
     spare = [checkpoint for checkpoint in checkpoints if checkpoint not in kept]
@@ -72,7 +71,7 @@ def _flush(folder: Path) -> None:
 
 
 def _remove(folder: Path, scratch: Path) -> None:
-    # Out of sight first: deleting takes a while, and half a checkpoint looks like one.
+    # Renamed first: deleting takes a while, and half a checkpoint would be taken for a checkpoint.
     removed = scratch / f"removed-{folder.name}"
     os.rename(folder, removed)
     shutil.rmtree(removed)

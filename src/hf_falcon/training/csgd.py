@@ -41,7 +41,7 @@ class DraftBatch:
 @dataclass
 class DraftLoss:
     """
-    Loss of one batch, and what it is made of.
+    Loss of one batch, and its parts.
 
     Args:
         loss (`torch.Tensor`, scalar): regression plus weighted distillation, averaged over passes.
@@ -84,7 +84,7 @@ def shift_left(values: Tensor, steps: int) -> Tensor:
 
 def judged_positions(response: Tensor, valid: Tensor, block_size: int) -> Tensor:
     """
-    Where a prediction counts: at i, if the token that is read from it, that at i + block_size + 1, is a response's.
+    Positions whose prediction counts: i, if the token that it predicts, at i + block_size + 1, belongs to a response.
 
     Returns:
         `torch.BoolTensor` of shape `(batch, length)`.
@@ -94,8 +94,8 @@ def judged_positions(response: Tensor, valid: Tensor, block_size: int) -> Tensor
 
 def random_blocks(length: int, block_size: int, generators: list[torch.Generator]) -> tuple[Tensor, Tensor]:
     """
-    Cuts each sequence into blocks at a random offset, so that a drafter meets every alignment (it drafts from blocks
-    that end at the newest token, wherever that is). There is one generator for each sequence.
+    Cuts each sequence into blocks at a random offset, so that training covers every alignment: in decoding, blocks end
+    at the newest token. There is one generator for each sequence.
 
     Returns:
         Two `torch.LongTensor` of shape `(batch, length)`: the block of each position, and its place in that block.
@@ -129,17 +129,17 @@ def glance(loss_positions: Tensor, distance: Tensor, ratio: float, generators: l
 
 def check_unrolling(drafter: FalconDraftModel, passes: int, name: str = "unroll_passes") -> None:
     """
-    Refuses a number of unrolled passes, the argument `name`, that a drafter cannot do.
+    Checks a number of unrolled passes, the argument `name`.
 
     Raises:
-        `ValueError`: for no pass at all, and for more than one of a drafter with an LSTM.
+        `ValueError`: for fewer than one pass, and for more than one pass of a drafter with an LSTM.
     """
     if passes < 1:
         raise ValueError(f"`{name}` is {passes}: set it to at least 1.")
     if passes > 1 and drafter.config.num_lstm_layers > 0:
         raise ValueError(
-            f"`{name}` is {passes} and `num_lstm_layers` {drafter.config.num_lstm_layers}: unrolling is there "
-            f"for drafters without an LSTM. Set `{name}=1` or `num_lstm_layers=0`."
+            f"`{name}` is {passes} and `num_lstm_layers` {drafter.config.num_lstm_layers}: only drafters "
+            f"without an LSTM can be unrolled. Set `{name}=1` or `num_lstm_layers=0`."
         )
 
 
@@ -161,13 +161,13 @@ def draft_loss(
         head ([`TargetHead`]): the target's embedding and head.
         batch ([`DraftBatch`]): sequences and the target's features of them.
         generator (`torch.Generator`):
-            A CPU generator. It and `batch.sample` are all that chance depends on: what is drawn for a sample does not
-            change with the batch that the sample is in.
+            A CPU generator. All random draws depend on it and on `batch.sample` alone: the draws for a sample do not
+            depend on the batch that the sample is in.
         weights ([`DistillationWeights`]): weights of the loss.
         noise (`float`, *optional*, defaults to 0.1):
             Uniform noise in (-noise, noise) on normalised input features, against the drift of fed-back features.
         glancing_ratio (`float`, *optional*, defaults to 0.0):
-            Lambda of this step. Ignored at `block_size=1`: there is no other token in a block to learn from.
+            Lambda of this step. Ignored at `block_size=1`, as a block then has no other token to learn from.
         passes (`int`, *optional*, defaults to 1):
             Draft passes unrolled: pass j + 1 reads the features that pass j predicted (HASS, EAGLE-3).
 
@@ -184,27 +184,27 @@ def draft_loss(
     targets, layer_outputs = batch.features.split((hidden_size, batch.features.shape[-1] - hidden_size), dim=-1)
     uniform = torch.zeros(targets.shape, device=device)
     for row, valid, own in zip(uniform, batch.valid.sum(dim=1).tolist(), generators, strict=True):
-        # Drawn on the device, from a seed of the row's generator: there are too many of these to send.
+        # Drawn on the device, from a seed of the row's generator: copying this many numbers would take long.
         noise_generator = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=own)))
         row[:valid].uniform_(-noise, noise, generator=noise_generator)
     noisy = targets + (uniform * drafter.feature_std).to(targets.dtype)
     features = torch.cat((noisy, layer_outputs), dim=-1)
     embeds = head.embed(shift_left(batch.token_ids, 1))
 
-    # The prediction at i is judged against feature i + k, whose own prediction is the token at i + k + 1.
+    # The prediction at i is compared with feature i + k, which predicts the token at i + k + 1.
     labels = shift_left(targets, block_size)
     judged = judged_positions(batch.response, batch.valid, block_size)
     place = place_in_block[judged]
-    # Token t_{i+k}, before the one that is read from the prediction at i. In a block that is a token of the same
-    # block: the true one here, that of the branch in decoding.
+    # Token t_{i+k}, the one before the token that the prediction at i predicts. Inside a block it is a token of the
+    # same block: the true token here, the branch's token in decoding.
     previous = shift_left(embeds, block_size - 1)
 
     given, given_embeds = features, embeds
     if glancing_ratio > 0 and block_size > 1:
         with torch.no_grad():
-            guess = drafter.condition(draft_pass(drafter, features, embeds, block_ids, batch.valid), previous)[judged]
+            first = drafter.condition(draft_pass(drafter, features, embeds, block_ids, batch.valid), previous)[judged]
             wrong = torch.zeros_like(judged)
-            wrong[judged] = distillation_loss(guess[None], labels[judged], head, weights.soft)[1][0] > 0
+            wrong[judged] = distillation_loss(first[None], labels[judged], head, weights.soft)[1][0] > 0
             glanced = glance(judged, wrong.sum(dim=1), glancing_ratio, generators)
         given = torch.where(glanced[..., None], shift_left(batch.features, block_size), features)
         given_embeds = torch.where(glanced[..., None], shift_left(embeds, block_size), embeds)
@@ -216,13 +216,13 @@ def draft_loss(
         predicted = draft_pass(drafter, given, given_embeds, block_ids, batch.valid, index, cache)
         predicted = drafter.condition(predicted, previous)
         predictions.append(predicted[judged])
-        # The next pass glances at nothing. Feature i was predicted at i - k; the first k positions were not predicted.
+        # The next pass has no glancing. Feature i was predicted at i - k; the first k positions have no prediction.
         given = torch.cat((noisy[:, :block_size], predicted[:, : length - block_size]), dim=1)
         given_embeds = embeds
 
     chosen, expected = torch.stack(predictions), labels[judged]
     error = (chosen.float() - expected.float()) / drafter.feature_std
-    # Not the mean, which is NaN where no position of a batch counts.
+    # Not `mean`, which is NaN if no position of a batch counts.
     regression = F.smooth_l1_loss(error, torch.zeros_like(error), reduction="sum") / max(1, error.numel())
     distillation, ranks = distillation_loss(chosen, expected, head, weights.soft)
     offsets = [place == offset for offset in range(block_size)]
@@ -250,8 +250,8 @@ def draft_pass(
 
 def _unrolled_mask(block_ids: Tensor, valid: Tensor, passes: int) -> Tensor:
     """
-    Mask of the last of `passes` unrolled passes over the keys of all of them: of the first pass, a block sees what
-    lies `passes - 1` blocks back and more (true features); of pass p, the one block that pass p drafted on its way.
+    Mask of the last of `passes` unrolled passes over the keys of all passes. Of the first pass, a block sees the
+    blocks at least `passes - 1` back (true features); of pass p, the one block that pass p drafted on the way to it.
 
     Returns:
         `torch.BoolTensor` of shape `(batch, 1, length, passes * length)`.

@@ -27,7 +27,7 @@ _SHAREGPT_ROLES = {
     "bard": "assistant",
 }
 _READ_BYTES = 1 << 20
-# The longest token that can be cut in two outside a string (`-Infinity`), or an escape inside one, with room to spare.
+# More than the longest token outside a string (`-Infinity`) or escape inside one, which a buffer can cut in two.
 _CUT_TOKEN = 12
 
 
@@ -41,7 +41,7 @@ def find_data(data: str | Path) -> Path | None:
             not imported).
 
     Returns:
-        `Path`, or `None` where it names no file but a data set: a folder, or a name on the Hub.
+        `Path`, or `None` if it names a data set: a folder, or a name on the Hub.
 
     Raises:
         FileNotFoundError: there is no such file, or the package is not installed.
@@ -82,12 +82,12 @@ def read_dialogues(data: str | Path, split: str = "train") -> Iterator[list[Mess
 
     Args:
         data (`str` or `Path`):
-            A file, UTF-8; `"sharegpt"`; or what [`~datasets.load_dataset`] takes: a folder or a name on the Hub.
+            A file in UTF-8; `"sharegpt"`; or a folder or a name on the Hub, for [`~datasets.load_dataset`].
         split (`str`, *optional*, defaults to `"train"`):
             Split of a data set, in the words of `datasets` (`"train[:1000]"`).
 
     Yields:
-        `list` of `{"role": ..., "content": ...}`; empty where the record has no messages.
+        `list` of `{"role": ..., "content": ...}`; empty if the record has no messages.
 
     Raises:
         ValueError: the file is not JSON, there is no such split, or a record has neither form. Names file, record
@@ -121,7 +121,7 @@ def _read_records(path: Path) -> Iterator[tuple[int, Any]]:
             data = file.read(_READ_BYTES)
             at_end = not data
             try:
-                # Never `final=True`: a character cut in two at the end belongs to the truncated record.
+                # Never `final=True`: half a character at the end belongs to the truncated record.
                 buffer += text.decode(data)
             except UnicodeDecodeError as error:
                 raise ValueError(
@@ -130,7 +130,7 @@ def _read_records(path: Path) -> Iterator[tuple[int, Any]]:
                 ) from error
             position = 0
             while True:
-                # An array and JSON Lines differ only in what stands between two records.
+                # An array and JSON Lines differ only in the characters between two records.
                 while position < len(buffer) and buffer[position] in " \t\r\n,":
                     position += 1
                 if position == len(buffer):
@@ -163,7 +163,7 @@ def _read_records(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _is_cut_off(error: json.JSONDecodeError, buffer: str) -> bool:
-    """Whether the JSON ends too early, so that more text may complete it, rather than being wrong where it stands."""
+    """Whether the JSON ends too early, so that more text can complete it, and is not malformed."""
     return error.msg.startswith("Unterminated string") or error.pos >= len(buffer.rstrip()) - _CUT_TOKEN
 
 
@@ -193,7 +193,7 @@ def _messages(record: Any, where: str) -> list[Message]:
             raise ValueError(
                 f"{where}: `{field}[{index}].from` is {_short(role)}: it must be one of {', '.join(_SHAREGPT_ROLES)}."
             )
-        # JSON escapes can spell half a surrogate pair, which no tokenizer takes.
+        # JSON escapes can encode half a surrogate pair, which no tokenizer accepts.
         content = content.encode("utf-8", "replace").decode("utf-8")
         messages.append({"role": _SHAREGPT_ROLES[role] if is_sharegpt else role, "content": content})
     return messages

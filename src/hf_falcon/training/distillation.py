@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..core.target_parts import TargetHead
 
-# Elements of one chunk of logits: few enough to stay near the processor and to fit a vocabulary of 262k.
+# Elements of one chunk of logits: few enough for the caches of a processor, and for a vocabulary of 262k.
 _CHUNK_ELEMENTS = 1 << 21
 # Fewer rows read a large head's weights too often: 56 ms a row at 8 rows, 16 at 64 (262k tokens, one thread).
 _CHUNK_ROWS = 64
@@ -23,8 +23,8 @@ def chunk_rows(vocab_size: int) -> int:
 
 class _HeadDistillation(torch.autograd.Function):
     """
-    The gradient with respect to the predictions is computed chunk by chunk in the forward pass, so that the logits of
-    one chunk at a time exist, never those of the batch. All passes share the target's distribution of a chunk.
+    The gradient with respect to the predictions is computed chunk by chunk in the forward pass, so that only one chunk
+    of logits exists at a time. All passes share the target's distribution of a chunk.
     """
 
     @staticmethod
@@ -48,9 +48,9 @@ class _HeadDistillation(torch.autograd.Function):
                 divergence = -torch.dot(probabilities.flatten(), scores.flatten()) - entropy
                 total += soft * divergence - (1 - soft) * chosen.sum()
                 ranks[index, chunk] = (scores > chosen).sum(dim=-1)
-                # Not where only the ranks are asked for, as by glancing.
+                # Glancing needs the ranks alone.
                 if ctx.needs_input_grad[0]:
-                    # That of the logits: the drafter's distribution, less the mixture that it is to have.
+                    # Gradient of the logits: the drafter's distribution minus the mixture that it should have.
                     slope = scores.exp_().sub_(probabilities, alpha=soft)
                     slope.scatter_add_(1, tokens, torch.full_like(chosen, soft - 1))
                     (gradient[index, chunk],) = torch.autograd.grad(logits, inputs, slope.to(logits.dtype))
@@ -66,12 +66,12 @@ class _HeadDistillation(torch.autograd.Function):
 
 def distillation_loss(predicted: Tensor, labels: Tensor, head: TargetHead, soft: float) -> tuple[Tensor, Tensor]:
     """
-    `soft * KL(p || q) + (1 - soft) * CE(argmax p, q)`, with p the target's distribution at the true features and q
-    that at the predicted ones, both over the draft vocabulary; mean over passes and rows (Falcon, equation 9).
+    `soft * KL(p || q) + (1 - soft) * CE(argmax p, q)`; p and q are the distributions of the target's LM head at the
+    true and the predicted features, over the draft vocabulary. Mean over passes and rows (Falcon, equation 9).
 
     Args:
         predicted (`torch.Tensor` of shape `(passes, rows, hidden_size)`): predicted features.
-        labels (`torch.Tensor` of shape `(rows, hidden_size)`): the true ones, of every pass.
+        labels (`torch.Tensor` of shape `(rows, hidden_size)`): the true features, the same for every pass.
         head ([`TargetHead`]): the target's LM head.
         soft (`float`): share of the KL divergence.
 

@@ -1,9 +1,9 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-What tau (accepted draft tokens a round) the accuracy by depth promises, without decoding.
+Estimates of tau (accepted draft tokens a round) from the accuracy by depth, without decoding.
 
-Both estimates take the hits at different depths for independent, and know no more depths than were measured. Real text
-has easy and hard stretches, so a chain that is right once tends to be right again: decoding usually accepts more.
+Both estimates assume that hits at different depths are independent, and include only the depths that were measured.
+Real text has easy and hard passages, so hits are correlated, and decoding usually accepts more.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ TOP = (1, 3, 8)
 
 def estimated_tau_chain(accuracy: Sequence[Sequence[float]]) -> float:
     """
-    Estimated tau of a chain, which takes the drafter's first choice at each depth: the sum over depths d of
-    `top1_1 * ... * top1_d`, the probability that the first d are all right.
+    Estimated tau of a chain of the drafter's first choices: the sum over depths d of `top1_1 * ... * top1_d`, the
+    probability that the first d choices are the target's.
 
     Args:
         accuracy (`(depths, 3)` floats): top-1, top-3 and top-8 accuracy at depth 1, 2, ...
@@ -31,7 +31,7 @@ def estimated_tau_tree(accuracy: Sequence[Sequence[float]], nodes: int) -> float
     """
     Estimated tau of a tree: the sum of the `nodes` greatest products `p_1(r_1) * ... * p_d(r_d)` over all paths of
     ranks `r_1, ..., r_d` (Sequoia's optimal tree for these probabilities). `p_d(r)`, the probability that the choice
-    of rank r is right at depth d, is top-1 for the first, (top-3 - top-1) / 2 for each of the next two, and
+    of rank r at depth d is the target's, is top-1 for the first rank, (top-3 - top-1) / 2 for each of the next two and
     (top-8 - top-3) / 5 for each of the next five.
 
     Args:
@@ -52,7 +52,7 @@ def estimated_tau_tree(accuracy: Sequence[Sequence[float]], nodes: int) -> float
         if not heap:
             break
         chance, depth = heapq.heappop(heap)
-        # The first is the root, which the target itself chose.
+        # The first is the root, the target's own token.
         tau -= chance if taken else 0.0
         if depth < len(by_rank):
             for step in by_rank[depth]:

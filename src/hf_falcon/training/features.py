@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Where the target's features come from in training: computed on the fly, or read from disk."""
+"""The target's features in training: computed on the fly, or stored on disk."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ def feature_statistics(target: PreTrainedModel, data: TokenFile, samples: int = 
 
 class StoredFeatures:
     """
-    Features of a token file on disk, as bfloat16 safetensors shards: each is written once, whole or not at all.
+    Features of a token file on disk, as bfloat16 safetensors shards. Each shard is complete or absent.
 
     Args:
-        folder (`str` or `Path`): where the shards are, or will be.
-        target ([`PreTrainedModel`]): the target that computes what is missing.
+        folder (`str` or `Path`): the folder of the shards, which may be empty.
+        target ([`PreTrainedModel`]): the target, which computes missing shards.
         data ([`TokenFile`]): the token file.
         layers (sequence of `int`, *optional*): the drafter's `feature_layers`.
 
     Raises:
-        `OSError`: if the disk has no room for them.
+        `OSError`: if the disk has not enough space.
         `ValueError`: if the folder holds the features of other tokens or of another target.
     """
 
@@ -83,7 +83,7 @@ class StoredFeatures:
         elif json.loads(manifest.read_text()) != identity:
             raise ValueError(
                 f"`{folder}` holds features of {manifest.read_text()}, but this run needs {json.dumps(identity)}: "
-                "give another folder, or delete this one."
+                "give another `features_dir`, or delete this one."
             )
         missing = [s for s in range(len(self._shards)) if not self._path(s).exists()]
         self._check_room(missing, data, target.config.get_text_config().hidden_size)
@@ -111,7 +111,7 @@ class StoredFeatures:
 
     def _compute(self, shard: int, target: PreTrainedModel, data: TokenFile) -> None:
         tensors: dict[str, Tensor] = {}
-        # Sorted by length, so that a batch has next to no padding.
+        # Sorted by length, so that a batch has hardly any padding.
         order = sorted(self._shards[shard], key=lambda index: len(data.sample(index)[0]))
         for start in range(0, len(order), 16):
             samples = [data.sample(index)[0] for index in order[start : start + 16]]

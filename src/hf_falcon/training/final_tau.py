@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""The real tau of a trained drafter, from decoding."""
+"""The tau of a trained drafter, measured by decoding."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ def decoded_tau(
     target: PreTrainedModel, drafter: FalconDraftModel, prompts: Sequence[Tensor], max_new_tokens: int = 128
 ) -> dict[str, float]:
     """
-    Decodes prompts greedily with trees of the drafter's own size: the same every round and on every machine, and
-    nothing looked up in the context, as the drafter is what is measured.
+    Decodes prompts greedily, with trees of the drafter's own size in every round and without prompt lookup: the result
+    depends on the drafter and not on the machine.
 
     Args:
         target ([`PreTrainedModel`]): the target.
@@ -28,7 +28,7 @@ def decoded_tau(
 
     Returns:
         `final_tau`, accepted draft tokens a round, and `final_alpha`, accepted draft tokens over new tokens, of all
-        prompts together. Empty where the target cannot verify trees, which a warning then explains.
+        prompts together. Empty if the target is decoded plainly, which a warning then explains.
     """
     drafter.eval()
     drafter = copy.copy(drafter)

@@ -24,8 +24,8 @@ _SECONDS = 30
 
 class TrainingPlot(TrainerCallback):
     """
-    Draws `training.png` in the run's folder: anew at a checkpoint or an evaluation, if the last plot is half a minute
-    old (drawing takes about a second), and at the end.
+    Draws `training.png` in the run's folder: at each checkpoint and evaluation, if the last plot is at least half a
+    minute old (drawing takes about a second), and at the end.
     """
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ def draw(log_history: Sequence[dict[str, float]]) -> bytes | None:
         log_history (sequence of `dict`): what Trainer logged, each entry with its `step`.
 
     Returns:
-        `bytes`, or `None` while there is nothing to draw.
+        `bytes`, or `None` before the first loss is logged.
 
     Raises:
         `ImportError`: without matplotlib.
@@ -70,7 +70,7 @@ def draw(log_history: Sequence[dict[str, float]]) -> bytes | None:
 
     if not any("loss" in row or "eval_loss" in row for row in log_history):
         return None
-    # Not pyplot, which keeps figures and a backend of the whole process.
+    # Not pyplot, which has figures and a backend for the whole process.
     figure = Figure(figsize=(9, 11), layout="constrained")
     losses, accuracies, taus = figure.subplots(3, sharex=True)
     for place, name in enumerate(("loss", "regression", "distillation")):
@@ -83,7 +83,7 @@ def draw(log_history: Sequence[dict[str, float]]) -> bytes | None:
     accuracies.set_ylabel("top-1 accuracy")
     for place, name in enumerate(("estimated_tau_chain", "estimated_tau_tree", "final_tau")):
         _lines(taus, log_history, name, f"C{place}")
-    taus.set_ylabel("tau, accepted draft tokens a round")
+    taus.set_ylabel("tau, accepted draft tokens a round\n(tokens a round are tau + 1)")
     taus.set_xlabel("step")
     for axes in (losses, accuracies, taus):
         axes.grid(alpha=0.3)
@@ -102,5 +102,5 @@ def _lines(axes: Any, log_history: Sequence[dict[str, float]], name: str, colour
         points = [(row["step"], row[key]) for row in log_history if key in row]
         if points:
             label = name if key == name else f"{name}, held out"
-            # A single point is no line.
+            # A single point needs a marker to be seen.
             axes.plot(*zip(*points), label=label, color=colour, **{"marker": "." if len(points) == 1 else "", **style})

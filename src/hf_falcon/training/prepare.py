@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Makes training data: the target's own responses to the prompts of dialogues, as one token file."""
+"""Makes training data: the target's responses to the prompts of dialogues, as one token file."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class PrepareArguments:
         > Parameters that control the target
 
         target (`str`, *optional*):
-            Model that writes the responses: a folder or a name on the Hub. Defaults to the embedded demo target.
+            Model that writes the responses: a folder or a name on the Hub. Defaults to the demo target.
         dtype (`str`, *optional*, defaults to `"auto"`):
             Data type to run it in; `"auto"` is the one that the device is fastest in.
         device (`str`, *optional*):
@@ -64,37 +64,37 @@ class PrepareArguments:
             the Hub (`HuggingFaceH4/ultrachat_200k`). The first user turn of each (with its system prompt) is the
             prompt.
         split (`str`, *optional*, defaults to `"train"`):
-            Split of a data set (`train_sft`), in the words of `datasets` (`train[:1000]`). Files have none.
+            Split of a data set (`train_sft`), in the notation of `datasets` (`train[:1000]`). Files have none.
         exclude (`list[str]`, *optional*, defaults to `[]`):
             JSON Lines files with `turns`: evaluation prompts. Dialogues that share eight words in a row with any of
             them are dropped.
         limit (`int`, *optional*):
-            Keep only the first so many dialogues of those that pass. All by default.
+            Keep only this many dialogues, from the start, after filtering. All by default.
         max_prompt_tokens (`int`, *optional*, defaults to 512):
             Drop dialogues with a longer prompt, chat template included.
 
         > Parameters that control the responses
 
         responses (`str`, *optional*, defaults to `"target"`):
-            `"target"` generates them, `"data"` takes the ones in the data (off-policy: they teach less per token).
+            `"target"` generates them, `"data"` takes them from the data (off-policy: drafters learn less per token).
         temperatures (`list[float]`, *optional*, defaults to `[0.0, 0.7, 0.0, 1.0]`):
-            Batches take these in turn, so each one's share is how often it is listed; 0 is greedy. By default half is
-            greedy, what `generate` does unasked; the rest is at 0.7, what `pipeline` samples with, and at 1.0, what
-            `generate(do_sample=True)` does, which also keep the drafter from knowing only the loops that greedy
-            decoding of small models falls into. All other settings (`top_k`, `top_p`, penalties, EOS) are those of
-            the target's own generation config.
+            Batches take these in turn, so a temperature that is listed twice gets twice the share; 0 is greedy. By
+            default half of the batches are greedy, the default of `generate`; the rest have 0.7, the default of
+            `pipeline`, and 1.0, the default of `generate(do_sample=True)`. Sampled responses also keep the drafter
+            from learning only the loops of greedy decoding with small models. All other settings (`top_k`, `top_p`,
+            penalties, EOS) come from the target's generation config.
         max_new_tokens (`int`, *optional*, defaults to 256):
             Longest response in tokens.
         batch_size (`int`, *optional*, defaults to 96):
             Dialogues generated at once. Lower it where memory is short.
         seed (`int`, *optional*, defaults to 0):
-            Decides the order of the batches and every sampled token.
+            Seed of the order of the batches and of every sampled token.
 
         > Parameters that control the output
 
         output (`str`):
-            The token file to write. Finished batches wait in the folder `<output>.parts` until all are done; the same
-            command continues after an interruption.
+            The token file to write. Finished batches are kept in the folder `<output>.parts` until all are done; the
+            same command resumes after an interruption.
 
     Several processes share the work and write the same file as one: `accelerate launch --num_processes 8 -m hf_falcon
     prepare ...` on GPUs, `torchrun --nproc_per_node 2 -m hf_falcon prepare ...` on CPUs (`accelerate launch --cpu`
@@ -107,9 +107,7 @@ class PrepareArguments:
         metadata={"help": "JSON or JSON Lines file, 'sharegpt' (installed package), or name or folder of a data set."}
     )
     output: str = field(metadata={"help": "Token file to write (.safetensors)."})
-    target: str | None = field(
-        default=None, metadata={"help": "Folder or Hub name. Default: the embedded demo target."}
-    )
+    target: str | None = field(default=None, metadata={"help": "Folder or Hub name. By default the demo target."})
     dtype: str = field(default="auto", metadata={"help": "Data type to run the target in."})
     device: str | None = field(default=None, metadata={"help": "Device to run the target on."})
     chat_template: str | None = field(default=None, metadata={"help": "Jinja file, for a tokenizer without template."})
@@ -118,18 +116,18 @@ class PrepareArguments:
         default_factory=list,
         metadata={"help": "JSON Lines files with `turns`; dialogues that share eight words in a row are dropped."},
     )
-    limit: int | None = field(default=None, metadata={"help": "Keep only the first so many dialogues."})
+    limit: int | None = field(default=None, metadata={"help": "Keep only this many dialogues, from the start."})
     max_prompt_tokens: int = field(default=512, metadata={"help": "Drop dialogues with a longer prompt."})
     responses: Literal["target", "data"] = field(
         default="target", metadata={"help": "'target' generates the responses, 'data' takes those in the data."}
     )
     temperatures: list[float] = field(
         default_factory=lambda: [0.0, 0.7, 0.0, 1.0],
-        metadata={"help": "Batches take these in turn; 0 is greedy. Default: 0 0.7 0 1."},
+        metadata={"help": "Batches take these in turn; 0 is greedy."},
     )
     max_new_tokens: int = field(default=256, metadata={"help": "Longest response in tokens."})
     batch_size: int = field(default=96, metadata={"help": "Dialogues generated at once."})
-    seed: int = field(default=0, metadata={"help": "Decides batch order and sampled tokens."})
+    seed: int = field(default=0, metadata={"help": "Seed of batch order and sampled tokens."})
 
     def __post_init__(self) -> None:
         for name in ("max_prompt_tokens", "max_new_tokens", "batch_size", "limit"):
@@ -143,39 +141,39 @@ class PrepareArguments:
 
 
 def process_state() -> PartialState:
-    """This process among those that `accelerate launch` or `torchrun` started, or the only one."""
+    """The state of this process, the only one or one of several that `accelerate launch` or `torchrun` started."""
     # One process may wait for another as long as a run takes.
     return PartialState(cpu=not torch.accelerator.is_available(), timeout=timedelta(days=365))
 
 
 def _warn(message: str) -> None:
-    """Says it once, whatever the number of processes."""
+    """Logs a warning in the main process only."""
     if process_state().is_main_process:
         logger.warning(message)
 
 
 def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> TokenFile:
     """
-    Writes the token file `arguments.output`, or continues what an interrupted call with the same arguments began.
+    Writes the token file `arguments.output`, or resumes an interrupted call with the same arguments.
 
-    What is generated is a pure function of arguments, data and target: each batch has its own seed, so a continued run
-    gives the same bytes as an unbroken one (on the same machine and library versions). So does a run of any number of
-    processes, each of which generates its share of the batches; they need one file system.
+    The file depends only on arguments, data and target: each batch has its own seed, so a resumed run gives the same
+    bytes as an uninterrupted one (on the same machine and library versions). So does a run of several processes, each
+    of which generates its share of the batches. They need a common file system.
 
     Args:
         arguments ([`PrepareArguments`]):
-            What to do. `target`, `dtype` and `device` are not looked at: `model` is there already.
+            The arguments. `target`, `dtype` and `device` are ignored, as `model` is given.
         model ([`~transformers.PreTrainedModel`]):
             The target.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]):
             Its tokenizer.
 
     Returns:
-        [`TokenFile`]: what was written.
+        [`TokenFile`]: the file that was written.
 
     Raises:
-        ValueError: the data is malformed or leaves nothing; `output` or its parts come from other arguments; prompt
-            and response do not fit into the target's context.
+        ValueError: the data is malformed, or no dialogue is left; `output` or its parts come from other arguments;
+            prompt and response exceed the target's context.
         FileNotFoundError: a file is missing.
     """
     output, parts = Path(arguments.output), Path(f"{arguments.output}.parts")
@@ -198,7 +196,7 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
     if selection.responses is None:
         with state.main_process_first():
             _open_parts(parts, plan)
-        # Nobody may finish, and remove the parts, before everybody has found them.
+        # No process may finish, and remove the parts, before all processes have found them.
         state.wait_for_everyone()
         _generate_parts(arguments, model, tokenizer, selection.prompts, batches, parts, vocab_size)
         state.wait_for_everyone()
@@ -206,7 +204,7 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
         metadata = {
             "target": model.config.name_or_path or None,
             "target_fingerprint": plan["target_fingerprint"],
-            # A path says more about the machine than about the data.
+            # The name of a file: its path depends on the machine.
             "data": Path(arguments.data).name if Path(arguments.data).exists() else arguments.data,
             "dropped": selection.dropped,
             "plan": plan,
@@ -236,7 +234,7 @@ def _select(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos
     if template is None:
         name = tokenizer.name_or_path
         if with_response:
-            # Nothing says what stands between a prompt and its response.
+            # Without a template, the text between a prompt and its response is not known.
             raise ValueError(f"The tokenizer of {name!r} has no chat template: give a Jinja file as `chat_template`.")
         _warn(f"The tokenizer of {name!r} has no chat template: the prompts are the users' texts themselves.")
     excluded = _read_excluded(arguments.exclude)
@@ -245,7 +243,7 @@ def _select(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos
     prompts, responses = [], []
 
     def turns() -> Generator[tuple[str, str, str], None, None]:
-        """Text to compare with what is excluded, rendered prompt, rendered response (empty where not wanted)."""
+        """Text to compare with excluded prompts, rendered prompt, rendered response (empty if not needed)."""
         found = read_dialogues(arguments.data, arguments.split)
         for messages in tqdm(found, desc="reading", unit=" dialogues", disable=not process_state().is_main_process):
             turn = _first_turn(messages, with_response)
@@ -256,7 +254,7 @@ def _select(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos
             response = ""
             if with_response:
                 whole = _render(tokenizer, template, turn, False)
-                # A few templates write a turn otherwise once it has an answer; then only the plain text is safe.
+                # A few templates render a prompt differently once it has an answer: then the plain text is used.
                 plain = turn[-1]["content"] + (tokenizer.eos_token or "")
                 response = whole[len(prompt) :] if whole.startswith(prompt) else plain
             yield "\n".join(message["content"] for message in turn), prompt, response
@@ -266,7 +264,7 @@ def _select(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos
         texts, prompt_texts, response_texts = zip(*chunk, strict=True)
         # Chat templates write the special tokens themselves.
         prompt_ids = _tokenize(tokenizer, prompt_texts, special_tokens=template is None)
-        # Apart from the prompt, as in decoding: no token may span the boundary.
+        # Separately from the prompt, as in decoding: no token may span the boundary.
         response_ids = _tokenize(tokenizer, response_texts, False) if with_response else [array("i")] * len(chunk)
         for text, prompt, response in zip(texts, prompt_ids, response_ids, strict=True):
             end = next((i + 1 for i, token in enumerate(response) if token in eos_token_ids), len(response))
@@ -287,7 +285,7 @@ def _select(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos
                     remaining.close()
                     break
     if not prompts:
-        raise ValueError(f"No dialogue of {arguments.data!r} is left (dropped: {dict(dropped)}): loosen the limits.")
+        raise ValueError(f"No dialogue of {arguments.data!r} is left (dropped: {dict(dropped)}): raise the limits.")
     _warn(
         f"{len(prompts)} dialogues; dropped: {dropped['excluded']} that share {_EXCLUDED_WORDS} words in a row with "
         f"`exclude`, {dropped['prompt_too_long']} longer than `max_prompt_tokens`, {dropped['duplicate']} duplicates, "
@@ -354,7 +352,7 @@ def _check_context(arguments: PrepareArguments, model: PreTrainedModel) -> None:
 
 
 def _plan(arguments: PrepareArguments, model: PreTrainedModel, selection: _Selection) -> dict[str, Any]:
-    """Everything that the result depends on, as JSON values."""
+    """All values that the result depends on, as JSON values."""
     tokens = hashlib.sha256()
     for ids in selection.prompts + (selection.responses or []):
         tokens.update(len(ids).to_bytes(8, "little") + ids.tobytes())
@@ -372,7 +370,7 @@ def _plan(arguments: PrepareArguments, model: PreTrainedModel, selection: _Selec
     }
     for name in ("responses", "temperatures", "max_new_tokens", "max_prompt_tokens", "limit", "batch_size", "seed"):
         plan[name] = getattr(arguments, name)
-    # As it will be after reading it back, so that the two compare equal.
+    # Converted to JSON and back, so that it equals a plan that is read from a file.
     return json.loads(json.dumps(plan, default=str))
 
 
@@ -403,8 +401,8 @@ def _part(parts: Path, index: int) -> Path:
 
 def _batches(lengths: list[int], batch_size: int, seed: int) -> list[list[int]]:
     """
-    Dialogues grouped by prompt length (little padding), the groups in random order, so that neither a temperature nor
-    the time estimate of the progress bar depends on length.
+    Dialogues grouped by prompt length (little padding). The groups are in random order, so that neither temperatures
+    nor the time estimate of the progress bar depend on length.
     """
     order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index))
     batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
@@ -422,7 +420,7 @@ def _generate_parts(
     vocab_size: int,
 ) -> None:
     state = process_state()
-    # Neighbours, not every n-th batch: temperatures take turns, and all processes should get all of them.
+    # Consecutive batches, not every n-th: temperatures alternate, and each process should get all of them.
     begin, end = (
         len(batches) * rank // state.num_processes for rank in (state.process_index, state.process_index + 1)
     )
@@ -437,7 +435,7 @@ def _generate_parts(
             if _part(parts, index).exists():
                 continue
             if state.num_processes > 1 and os.getppid() != _PARENT:
-                # Left behind, it would only get in the way of the run that continues this one.
+                # A process without its launcher would disturb the run that resumes this one.
                 raise ChildProcessError("The launcher of this process is gone: it ends, too.")
             batch = batches[index]
             temperature = arguments.temperatures[index % len(arguments.temperatures)]
@@ -484,8 +482,8 @@ def _respond(
         options = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
     if model._can_compile_fullgraph:
         # The default cache copies itself at every step: 409 against 569 tokens/s (SmolLM2-135M, CPU, batch 96).
-        # Made here, not by `generate`: that keeps the longest size seen so far, so a batch's rounding would depend on
-        # the batches before it.
+        # `generate` would keep the longest size seen so far, so that the rounding of a batch would depend on the
+        # batches before it.
         text_config = model.config.get_text_config(decoder=True)
         options["past_key_values"] = StaticCache(config=text_config, max_cache_len=width + max_new_tokens)
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
@@ -499,7 +497,7 @@ def _respond(
             return_dict_in_generate=False,
             eos_token_id=eos_token_ids or None,
             pad_token_id=pad_token_id,
-            # Every batch has another shape, and each would be compiled anew.
+            # Every batch has another shape, for which `generate` would compile again.
             disable_compile=True,
             **options,
         )
@@ -510,7 +508,7 @@ def _respond(
 
 
 def _eos_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Where plain `generate` stops; the tokenizer's EOS where the target does not say."""
+    """The EOS tokens of plain `generate`; the tokenizer's if the target has none."""
     configured = model.generation_config.eos_token_id if model.generation_config is not None else None
     eos = tokenizer.eos_token_id if configured is None else configured
     return [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [eos]

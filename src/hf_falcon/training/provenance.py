@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Where a drafter comes from: what one needs to know to train it again."""
+"""The provenance of a drafter: all that is needed to train it again."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ PROVENANCE_NAME = "provenance.json"
 
 def provenance(target: PreTrainedModel, data: TokenFile) -> dict[str, Any]:
     """
-    What stays the same during a run: versions, the git revision of the working directory (`None` outside a repository,
-    ending in `-dirty` where files differ from it), the target and the data.
+    The constants of a run: versions, the git revision of the working directory (`None` outside a repository, ending in
+    `-dirty` if files differ from it), the target and the data.
 
     Args:
         target ([`PreTrainedModel`]): the target.
@@ -47,7 +47,7 @@ def provenance(target: PreTrainedModel, data: TokenFile) -> dict[str, Any]:
 
 
 def git_revision() -> str | None:
-    """The revision of the working directory; `None` where there is no repository, no commit, or no git."""
+    """The revision of the working directory; `None` without a repository, a commit, or git."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
         return subprocess.run(command, capture_output=True, check=True, text=True).stdout.strip()

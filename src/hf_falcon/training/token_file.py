@@ -36,14 +36,14 @@ class TokenFile:
         offsets (`torch.Tensor` of shape `(n + 1,)`, int64):
             Dialogue `i` is `tokens[offsets[i] : offsets[i + 1]]`.
         prompt_lengths (`torch.Tensor` of shape `(n,)`, int32):
-            Leading tokens of each dialogue that are not part of the response.
+            Tokens of the prompt of each dialogue.
         temperatures (`torch.Tensor` of shape `(n,)`, float32):
             Temperature at which the target wrote each response; 0 is greedy, -1 is not recorded (or not the target's).
         metadata (`dict[str, Any]`, *optional*, defaults to `{}`):
-            What the file was made from: target, its fingerprint, arguments. JSON values.
+            Origin of the file: target, its fingerprint, data, arguments. JSON values.
 
     Raises:
-        ValueError: the tensors do not fit together. Names tensor, place and value.
+        ValueError: the tensors are inconsistent. Names tensor, position and value.
     """
 
     tokens: torch.Tensor
@@ -92,12 +92,12 @@ class TokenFile:
         if not 0 <= index < len(self):
             raise IndexError(f"`index` is {index}: the file has dialogues 0 to {len(self) - 1}.")
         start, end = self.offsets[index : index + 2].tolist()
-        # Widened after slicing, so that a mapped file is read only here.
+        # Converted after slicing, so that only this part of a mapped file is read.
         return self.tokens[start:end].to(torch.int64), int(self.prompt_lengths[index])
 
     @property
     def sources(self) -> list[str]:
-        """What the dialogues were taken from: data sets of the Hub, names of files."""
+        """The sources of the dialogues: data sets of the Hub, names of files."""
         recorded = self.metadata.get("data", [])
         return [recorded] if isinstance(recorded, str) else list(recorded)
 
@@ -117,7 +117,7 @@ class TokenFile:
             prompt_lengths, temperatures (sequences of the same length):
                 As in [`TokenFile`].
             vocab_size (`int`):
-                Decides the width of a token: two bytes where they hold every id.
+                Decides the width of a token: two bytes if they can hold every id.
         """
         dtype = torch.uint16 if vocab_size <= 1 << 16 else torch.int32
         lengths = torch.tensor([0] + [len(sample) for sample in samples], dtype=torch.int64)
@@ -132,7 +132,8 @@ class TokenFile:
     @classmethod
     def concatenate(cls, files: Sequence[TokenFile]) -> TokenFile:
         """
-        The dialogues of several files in one. Of the metadata, all sources and what the files agree on are kept.
+        Joins the dialogues of several files. Of the metadata, all sources are kept, and the values that are equal in
+        all files.
 
         Raises:
             ValueError: there are no files, or they record different targets.
@@ -145,7 +146,7 @@ class TokenFile:
                 f"`target_fingerprint` differs between the files ({', '.join(sorted(fingerprints))}): they were made "
                 "with different targets; train on one target's files only."
             )
-        # Not left to `torch.cat`, which does not promote uint16.
+        # `torch.cat` does not promote uint16.
         dtype = torch.uint16 if all(file.tokens.dtype == torch.uint16 for file in files) else torch.int32
         lengths = torch.cat([torch.zeros(1, dtype=torch.int64)] + [file.offsets.diff() for file in files])
         first, others = files[0].metadata, [file.metadata for file in files[1:]]
@@ -163,7 +164,7 @@ class TokenFile:
     @classmethod
     def load(cls, path: str | Path) -> TokenFile:
         """
-        Maps a token file into memory; tokens are read from disk when they are used.
+        Maps a token file into memory; tokens are read from disk when they are needed.
 
         Raises:
             FileNotFoundError: there is no such file.
@@ -178,7 +179,7 @@ class TokenFile:
                 metadata = json.loads((file.metadata() or {}).get(_METADATA_KEY, "{}"))
         except SafetensorError as error:
             raise ValueError(
-                f"{path} is not a safetensors file ({error}): make it anew with `hf-falcon prepare`."
+                f"{path} is not a safetensors file ({error}): make it again with `hf-falcon prepare`."
             ) from error
         if missing:
             raise ValueError(f"{path} has no tensors {', '.join(missing)}: a token file holds {', '.join(_DTYPES)}.")
@@ -194,8 +195,8 @@ class TokenFile:
 
     def save(self, path: str | Path) -> None:
         """
-        Writes the file so that, whenever the process dies, `path` is either untouched or complete. Equal contents give
-        equal bytes.
+        Writes the file. If the process is interrupted, `path` is unchanged or complete. Equal contents give equal
+        bytes.
         """
         metadata = json.dumps({"format_version": FORMAT_VERSION, **self.metadata}, sort_keys=True)
         tensors = {name: getattr(self, name).contiguous() for name in _DTYPES}
@@ -203,7 +204,7 @@ class TokenFile:
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:
-    """Writes beside `path`, forces it to disk, then renames: a reader never sees half a file."""
+    """Writes another file, forces it to disk, and renames it: a reader never sees an incomplete file."""
     temporary = Path(f"{path}.tmp")
     with temporary.open("wb") as file:
         file.write(data)

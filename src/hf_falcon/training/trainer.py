@@ -42,14 +42,14 @@ from .features import StoredFeatures, target_features
 from .provenance import PROVENANCE_NAME, provenance
 from .token_file import TokenFile
 
-# In the place of a sample's index: one token with nothing to predict, which fills up a batch.
+# The index of a sample that fills up a batch: one token, with nothing to predict.
 FILLER = -1
 
 
 @dataclass
 class FalconTrainingArguments(TrainingArguments):
     """
-    Arguments of [`FalconTrainer`]: those of [`~transformers.TrainingArguments`], and
+    Arguments of [`FalconTrainer`]: all of [`~transformers.TrainingArguments`], and
 
     > Parameters that control the distillation (Falcon, section 3.3)
 
@@ -65,16 +65,16 @@ class FalconTrainingArguments(TrainingArguments):
         glancing_ratio (`float`, *optional*, defaults to 0.4):
             Lambda at the start; it falls to 0 at the end. 0 trains without glancing.
         unroll_passes (`int`, *optional*, defaults to 1):
-            Draft passes unrolled in training, each reading the features that the one before predicted.
+            Draft passes unrolled in training. Each reads the features that the pass before predicted.
 
         eval_passes (`int`, *optional*):
-            Draft passes unrolled on held-out samples, each with its accuracies; `unroll_passes` if left out.
+            Draft passes unrolled on held-out samples, each with its own accuracies; `unroll_passes` if left out.
 
     > Parameters that control the run
 
     Args:
         max_minutes (`float`, *optional*):
-            Save a checkpoint and stop after this many minutes; run the same command again to go on.
+            Save a checkpoint and stop after this many minutes; the same command resumes the run.
     """
 
     learning_rate: float = field(default=3e-5, metadata={"help": "Peak learning rate of AdamW."})
@@ -82,12 +82,16 @@ class FalconTrainingArguments(TrainingArguments):
     max_grad_norm: float = field(default=0.5, metadata={"help": "Gradients are clipped to this norm."})
     regression_weight: float = field(default=1.0, metadata={"help": "Weight of the regression of features."})
     distillation_weight: float = field(default=0.1, metadata={"help": "Weight of the token distributions."})
-    soft_label_share: float = field(default=0.9, metadata={"help": "Share of KL in the distillation."})
+    soft_label_share: float = field(default=0.9, metadata={"help": "Share of the KL divergence in the distillation."})
     feature_noise: float = field(default=0.1, metadata={"help": "Uniform noise on normalised input features."})
-    glancing_ratio: float = field(default=0.4, metadata={"help": "Glancing at the start; falls to 0 at the end."})
+    glancing_ratio: float = field(
+        default=0.4, metadata={"help": "Lambda of glancing at the start; it falls to 0 at the end."}
+    )
     unroll_passes: int = field(default=1, metadata={"help": "Draft passes unrolled in training."})
     eval_passes: int | None = field(default=None, metadata={"help": "Draft passes unrolled on held-out samples."})
-    max_minutes: float | None = field(default=None, metadata={"help": "Save and stop after this many minutes."})
+    max_minutes: float | None = field(
+        default=None, metadata={"help": "Save and stop after this many minutes; the same command resumes."}
+    )
 
     def __post_init__(self) -> None:
         # Without it, TrainingArguments refuses `bf16` where there is no accelerator.
@@ -97,11 +101,11 @@ class FalconTrainingArguments(TrainingArguments):
 
 
 class DraftSamples(Dataset):
-    """Samples of a token file, cut to `max_length` tokens, with their features where these are stored."""
+    """Samples of a token file, cut to `max_length` tokens, with their features if these are stored."""
 
     def __init__(self, data: TokenFile, indices: list[int], max_length: int, stored: StoredFeatures | None = None):
         self.data, self._stored, self._max_length = data, stored, max_length
-        # A prompt that fills the sample leaves no response to learn from.
+        # A prompt that fills the sample leaves no response to train on.
         self._indices = [i for i in indices if int(data.prompt_lengths[i]) < max_length - 1]
         if not self._indices:
             raise ValueError(
@@ -125,7 +129,7 @@ class DraftSamples(Dataset):
 
 
 def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Pads samples on the right; returns the fields of a [`DraftBatch`], features only where they are stored."""
+    """Pads samples on the right; returns the fields of a [`DraftBatch`], with features only if they are stored."""
     token_ids = nn.utils.rnn.pad_sequence([sample["token_ids"] for sample in samples], batch_first=True)
     places = torch.arange(token_ids.shape[1])[None]
     lengths = torch.tensor([[len(sample["token_ids"])] for sample in samples])
@@ -139,14 +143,14 @@ def collate(samples: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 class LengthGroupedSampler(Sampler[int]):
     """
-    A random order in which samples of a batch have like lengths; a pure function of seed and epoch, so that a resumed
-    run sees the same data in the same order.
+    A random order in which the samples of a batch have similar lengths. It depends only on seed and epoch, so that a
+    resumed run sees the same data in the same order.
 
     Args:
         lengths (`list[int]`): tokens of each sample.
-        batch_size (`int`): samples that are learnt from together, in all processes.
+        batch_size (`int`): samples of one step, in all processes.
         seed (`int`): the order's seed.
-        size (`int`, *optional*): length of the order, which is cut or filled up to it with `FILLER`.
+        size (`int`, *optional*): length of the order, which is cut, or filled up with `FILLER`.
     """
 
     def __init__(self, lengths: list[int], batch_size: int, seed: int, size: int | None = None):
@@ -169,7 +173,7 @@ class LengthGroupedSampler(Sampler[int]):
         for pool in order.split(50 * self._batch_size):
             by_length = pool[self._lengths[pool].argsort(descending=True, stable=True)]
             batches = by_length.split(self._batch_size)
-            # A short batch stays last, where the dataloader expects it.
+            # A short batch stays last, as the dataloader expects.
             last = [len(batches) - 1] if len(batches[-1]) < self._batch_size else []
             for place in torch.randperm(len(batches) - len(last), generator=generator).tolist() + last:
                 yield from batches[place].tolist()
@@ -211,10 +215,10 @@ class FalconTrainer(Trainer):
 
     Args:
         drafter ([`FalconDraftModel`]): the drafter, in float32.
-        target ([`PreTrainedModel`]): its target; never changed.
+        target ([`PreTrainedModel`]): its target, which is not changed.
         args ([`FalconTrainingArguments`]): the arguments of the run.
-        train_dataset, eval_dataset ([`DraftSamples`]): what to learn from, and what to judge by.
-        run_arguments (`dict`, *optional*): what else a run was started with, for `provenance.json`. JSON values.
+        train_dataset, eval_dataset ([`DraftSamples`]): samples to train on, and held-out samples.
+        run_arguments (`dict`, *optional*): further arguments of the run, for `provenance.json`, as JSON values.
     """
 
     args: FalconTrainingArguments
@@ -232,25 +236,25 @@ class FalconTrainer(Trainer):
         check_unrolling(drafter, args.unroll_passes)
         if args.eval_passes is not None:
             check_unrolling(drafter, args.eval_passes, "eval_passes")
-        # The batch is a structure of this module's own: there are no columns for Trainer to drop.
+        # The batch is a structure of this module: it has no columns for Trainer to drop.
         args.remove_unused_columns = False
         args.label_names = []
         if args.save_total_limit == 1 and args.metric_for_best_model is not None:
-            # The best and the last. Trainer would delete the last one in the end, file by file, and the same command
-            # would train on from the best.
+            # The best and the last. Trainer would delete the last one at the end, and the same command would then
+            # resume from the best.
             args.save_total_limit = 2
         self._target = target.eval().requires_grad_(False)
         self._drafter = drafter
         self._sums = _RunningSums()
         self._last_batch: DraftBatch | None = None
         self._uncounted_tokens = 0
-        # Taken now: files may change while it trains, and the output folder is another one while it saves.
+        # Recorded now: files may change during the run, and the output folder is another one while it saves.
         self._provenance = {
             **provenance(target, train_dataset.data),
             "arguments": {**(run_arguments or {}), **args.to_dict()},
             "seed": args.seed,
         }
-        # Autocast would cast a head in float32 anew for every chunk of logits: it keeps only casts of what is trained.
+        # Autocast keeps the casts of trained weights only: it would cast a float32 head for every chunk of logits.
         computed_in = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         super().__init__(
             model=DraftObjective(drafter, TargetHead(drafter, target, computed_in), args),
@@ -259,7 +263,7 @@ class FalconTrainer(Trainer):
             train_dataset=train_dataset,
             eval_dataset=eval_dataset,
         )
-        # Trainer then leaves to `compute_loss` what it takes to average over batches and processes.
+        # With this, Trainer leaves averaging over batches and processes to `compute_loss`.
         self.model_accepts_loss_kwargs = True
         if not args.disable_tqdm:
             self.remove_callback(ProgressCallback)
@@ -269,7 +273,7 @@ class FalconTrainer(Trainer):
             self.add_callback(_TimeLimit(args.max_minutes, self._add_processes))
 
     def train(self, resume_from_checkpoint: str | bool | None = None, **kwargs: Any) -> TrainOutput:
-        """See [`~transformers.Trainer.train`]. A finished run stays as it is: Trainer would add a step to it."""
+        """See [`~transformers.Trainer.train`]. A finished run is not continued: Trainer would add a step to it."""
         last = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         if last:
             state = TrainerState.load_from_json(os.path.join(last, TRAINER_STATE_NAME))
@@ -292,7 +296,7 @@ class FalconTrainer(Trainer):
         if self.args.dataloader_drop_last:
             size -= size % step
         elif processes > 1:
-            # Else accelerate would, with samples of the next batches, so that these counted twice.
+            # Otherwise accelerate fills it up with samples of the next batches, which would count twice.
             size += -size % (batch_size * processes)
         return LengthGroupedSampler(samples.lengths, step, self.args.seed, size)
 
@@ -300,7 +304,7 @@ class FalconTrainer(Trainer):
         """See [`~transformers.Trainer.get_batch_samples`]. The items are the loss positions of all processes."""
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         judged = sum((self._judged(batch) for batch in batches), torch.tensor(0.0))
-        # A step without any has no loss, but it is a step.
+        # A step without loss positions has no loss, but is a step.
         return batches, self._add_processes(judged).clamp_min(1)
 
     def _judged(self, inputs: dict[str, Tensor]) -> Tensor:
@@ -320,7 +324,7 @@ class FalconTrainer(Trainer):
                 self._target, inputs["token_ids"], inputs["valid"], self._drafter.config.feature_layers
             )
         batch = DraftBatch(features, inputs["token_ids"], inputs["valid"], inputs["response"], inputs["sample"])
-        # Chance depends on the step alone (and on the sample), so that a resumed run makes the same draws.
+        # Random draws depend only on step and sample, so that a resumed run makes the same draws.
         step = self.state.global_step
         generator = torch.Generator().manual_seed(self.args.seed * 1_000_003 + step)
         ratio = self.args.glancing_ratio * (1 - step / max(1, self.state.max_steps)) if model.training else 0.0
@@ -330,7 +334,7 @@ class FalconTrainer(Trainer):
         if model.training:
             self._last_batch = batch
         tokens = int(inputs["valid"][inputs["sample"] != FILLER].sum())
-        # What this batch weighs in the mean over all that is judged: in its step, or in the held-out samples.
+        # The weight of this batch in the mean over all loss positions of its step, or of the held-out samples.
         weight, loss = self._judged(inputs), result.loss
         if num_items_in_batch is not None:
             weight = weight / num_items_in_batch
@@ -349,8 +353,8 @@ class FalconTrainer(Trainer):
         """
         Loss parts, accuracy by depth and estimated tau on held-out samples; `ignore_keys` is ignored.
 
-        See [`estimated_tau_chain`] and [`estimated_tau_tree`] (of as many nodes as the drafter's own trees) for what
-        the estimates assume. They know the depths of `eval_passes` passes and no more.
+        See [`estimated_tau_chain`] and [`estimated_tau_tree`] (with as many nodes as the drafter's own trees) for the
+        assumptions of the estimates. They include only the depths of `eval_passes` passes.
         """
         training_sums, self._sums = self._sums, _RunningSums()
         self.model.eval()
@@ -373,7 +377,7 @@ class FalconTrainer(Trainer):
         return metrics
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds the parts of the loss and the accuracy by depth to what Trainer logs."""
+        """Adds the parts of the loss and the accuracy by depth to the logs of Trainer."""
         if "loss" in logs:
             logs = {**logs, **self._sums.take(self._add_processes)}
         super().log(logs, start_time)
@@ -381,20 +385,20 @@ class FalconTrainer(Trainer):
     def _add_processes(self, values: Tensor) -> Tensor:
         return self.accelerator.reduce(values.to(self.args.device), "sum")
 
-    def _broken(self, what: str, batch: DraftBatch) -> FloatingPointError:
-        """Keeps the batch for whoever looks into it, and gives the error that stops the run."""
+    def _broken(self, problem: str, batch: DraftBatch) -> FloatingPointError:
+        """Saves the batch for inspection, and returns the error that stops the run."""
         step, process = self.state.global_step, self.args.process_index
         name = f"nan_batch_step_{step}" + (f"_process_{process}" if process else "")
         path = os.path.join(self.args.output_dir, f"{name}.safetensors")
         os.makedirs(self.args.output_dir, exist_ok=True)
         save_file({field: tensor.detach().cpu().contiguous() for field, tensor in vars(batch).items()}, path)
         return FloatingPointError(
-            f"{what} at step {step}: lower `learning_rate` ({self.args.learning_rate}) and resume from the last "
+            f"{problem} at step {step}: lower `learning_rate` ({self.args.learning_rate}) and resume from the last "
             f"checkpoint. The batch is kept in `{path}`."
         )
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        # A step can break the weights without a loss to show it; a checkpoint of them could only break again.
+        # A step can break the weights while its loss is finite; a checkpoint of these weights would be useless.
         if self._last_batch is not None and not all(p.isfinite().all() for p in self._drafter.parameters()):
             raise self._broken("The drafter has weights that are not finite", self._last_batch)
         args, name = self.args, f"checkpoint-{self.state.global_step}"
@@ -403,8 +407,8 @@ class FalconTrainer(Trainer):
         if args.should_save:
             empty(scratch)
         self.accelerator.wait_for_everyone()
-        # Trainer writes file by file, deletes old checkpoints before the new one is safe, and uploads what it wrote:
-        # it gets another folder to write to, and the rest waits until the checkpoint is in its place.
+        # Trainer writes file by file, deletes old checkpoints before the new one is complete, and uploads its folder.
+        # So it writes to another folder, and the rest follows once the checkpoint is in its place.
         self.args = copy.copy(args)
         self.args.output_dir, self.args.save_total_limit, self.args.push_to_hub = str(scratch), None, False
         try:
@@ -423,7 +427,7 @@ class FalconTrainer(Trainer):
             self._push_from_checkpoint(str(place))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """See [`~transformers.Trainer.save_model`]. Here all processes meet: the tokens seen are summed up."""
+        """See [`~transformers.Trainer.save_model`]. Also sums up the tokens seen, as all processes call this."""
         tokens = self._add_processes(torch.tensor([self._uncounted_tokens]))
         self.state.num_input_tokens_seen += int(tokens)
         self._uncounted_tokens = 0
@@ -433,15 +437,15 @@ class FalconTrainer(Trainer):
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
-        # A checkpoint's weights are a drafter that loads by itself; Trainer would also pickle its arguments.
+        # The weights of a checkpoint are a complete drafter; Trainer would also pickle its arguments.
         folder = Path(output_dir or self.args.output_dir)
         if not self.args.should_save:
             return
-        # The run's folder may hold the drafter of an earlier piece: it stays whole until the new one is.
+        # The run's folder may hold an earlier drafter, which stays complete until the new one is.
         scratch = scratch_folder(folder)
         empty(scratch)
         if state_dict is not None:
-            # FSDP's, gathered from all processes; that of the objective.
+            # The state of the objective, which FSDP gathered from all processes.
             state_dict = {name.removeprefix("drafter."): tensor for name, tensor in state_dict.items()}
         self._drafter.save_pretrained(scratch, state_dict=state_dict)
         progress = {"steps": self.state.global_step, "tokens_seen": self.state.num_input_tokens_seen}
@@ -452,12 +456,12 @@ class FalconTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         weights: dict[str, Any] = load_file(os.path.join(resume_from_checkpoint, "model.safetensors"))
-        # Not `load_state_dict`, which knows nothing of FSDP's shards.
+        # `load_state_dict` cannot load into FSDP's shards.
         set_model_state_dict(self._drafter, weights, options=StateDictOptions(full_state_dict=True))
 
 
 class _RunningSums:
-    """Sums of the loss parts and of hits by depth since they were last taken."""
+    """Sums of the loss parts and of hits by depth since the last call of `take`."""
 
     def __init__(self) -> None:
         self._results: list[tuple[DraftLoss, Tensor]] = []
@@ -469,7 +473,7 @@ class _RunningSums:
         self._tokens += tokens
 
     def take(self, add_processes: Callable[[Tensor], Tensor]) -> dict[str, float]:
-        """Weighted means over all batches of all processes, whose sums `add_processes` adds up; begins anew."""
+        """Weighted means over all batches; `add_processes` adds up the sums of all processes. Resets the sums."""
         results, tokens, seconds = self._results, self._tokens, time.perf_counter() - self._since
         self.__init__()  # type: ignore[misc]
         if not results:
@@ -501,7 +505,7 @@ def _by_depth(metrics: dict[str, float], name: str) -> list[float]:
 
 
 class _DraftProgress(ProgressCallback):
-    """Trainer's progress bar, with the loss and the accuracy by depth on it."""
+    """Trainer's progress bar, with the loss and the accuracy by depth."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and self.training_bar is not None and logs and "loss" in logs:
@@ -512,14 +516,14 @@ class _DraftProgress(ProgressCallback):
 
 
 class _Epoch(TrainerCallback):
-    """Tells the sampler its epoch: accelerate does not reach it where one of several processes skips batches."""
+    """Sets the epoch of the sampler: accelerate does not where one of several processes skips batches."""
 
     def on_epoch_begin(self, args: Any, state: Any, control: Any, train_dataloader: Any = None, **kwargs: Any) -> None:
         train_dataloader.set_epoch(int(state.epoch))
 
 
 class _TimeLimit(TrainerCallback):
-    """Saves and stops when the time of a process is up: all stop at the same step, or some would wait for ever."""
+    """Saves and stops all processes at one step, when the first reaches the time limit: else some would wait."""
 
     def __init__(self, minutes: float, add_processes: Callable[[Tensor], Tensor]):
         self._end = time.monotonic() + 60 * minutes

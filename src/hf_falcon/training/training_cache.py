@@ -9,11 +9,11 @@ from torch import Tensor
 
 class TrainingCache:
     """
-    Keys and values of one unrolled training pass, behind those of the passes before it, joined by concatenation so
-    that gradients flow. To update a layer twice is to update it once: gradient checkpointing runs layers again.
+    Keys and values of one unrolled training pass, after the keys and values of the passes before it; concatenation
+    lets gradients flow. A second update of a layer replaces the first: gradient checkpointing runs layers again.
 
     Args:
-        earlier ([`TrainingCache`], *optional*): that of the pass before.
+        earlier ([`TrainingCache`], *optional*): the cache of the pass before.
     """
 
     def __init__(self, earlier: TrainingCache | None = None):
@@ -21,7 +21,7 @@ class TrainingCache:
         self._rows: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Same contract as [`DraftCache.update`]; every row is kept."""
+        """As [`DraftCache.update`]; every row is kept."""
         if self._earlier is not None:
             earlier_keys, earlier_values = self._earlier._rows[layer]
             keys = torch.cat((earlier_keys, keys), dim=2)
