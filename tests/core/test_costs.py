@@ -195,7 +195,7 @@ def test_the_prompts_commit_is_no_rounds(tmp_path, monkeypatch):
     assert len(seen) > 2 and seen[0] is None and all(seconds > 0 for seconds in seen[1:])
 
 
-def test_a_rehearsal_leaves_no_trace():
+def test_a_dry_run_leaves_no_trace():
     """Measuring runs the target on nonsense; text and cache are as without it."""
     target, ids = tiny_target("qwen2-mixed"), prompt(30)
     options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""The one promise: the tokens are those of plain `generate`, whatever drafts, in whatever tree, for every target."""
+"""The tokens are the same as those of plain `generate`, for every target, drafter and tree."""
 
 import functools
 import itertools
@@ -64,7 +64,7 @@ def check(monkeypatch, name: str, case: Case, settings: tuple = (), seed: int = 
     assert output.past_key_values.get_seq_length() == expected.shape[1] - 1
     statistics = output.draft_statistics
     all_in_tree = (case.draft, case.tree) in ALL_IN_TREE
-    if case.pace != "constant" and case.tree == "dynamic":
+    if case.schedule != "constant" and case.tree == "dynamic":
         # What is looked up takes nodes from the draft.
         assert statistics.rounds + statistics.accepted_tokens == statistics.new_tokens - 1
     elif all_in_tree and name not in ROPE_SCALED:
@@ -114,9 +114,9 @@ def test_changing_rotary_frequencies(name, monkeypatch):
 @pytest.mark.parametrize("name", [*TARGETS, *ROPE_SCALED])
 def test_greedy_equals_plain_for_all(name, block_size, num_lstm_layers, tree, monkeypatch):
     lengths, extras = itertools.cycle(VALUES.prompt_length), itertools.cycle(("nothing", "nothing", *VALUES.extra))
-    paces = itertools.cycle(("constant", "heuristic", "constant", "lookup", "heuristic"))
+    schedules = itertools.cycle(("constant", "heuristic", "constant", "lookup", "heuristic"))
     for nodes, draft in itertools.product((1, 6, 64), DRAFTS):
-        case = Case(block_size, num_lstm_layers, next(extras), tree, nodes, next(lengths), draft, next(paces))
+        case = Case(block_size, num_lstm_layers, next(extras), tree, nodes, next(lengths), draft, next(schedules))
         check(monkeypatch, name, case)
 
 

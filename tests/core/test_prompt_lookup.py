@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Continuations found in the context: against a search through all of it."""
+"""Prompt lookup: matches in the context, against a search through all of it."""
 
 import random
 

@@ -22,7 +22,9 @@ def generate(target, ids, **kwargs):
     return target.generate(ids, **{"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, **kwargs})
 
 
-@pytest.mark.parametrize("schedule", [{}, ADAPTIVE], ids=["constant", "adaptive"])
+@pytest.mark.parametrize(
+    "schedule", [pytest.param({}, marks=pytest.mark.slow), ADAPTIVE], ids=["constant", "adaptive"]
+)
 def test_threads_share_a_drafter_of_several_targets(schedule, tmp_path, monkeypatch):
     """Nothing is known at first: all of them measure, keep what they measured, and learn from each other."""
     monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))

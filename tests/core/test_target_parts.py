@@ -9,14 +9,13 @@ from tiny_models import VOCAB, new_drafter, new_target, random_tokens
 from utilities import close
 
 from hf_falcon import FalconCandidateGenerator
-from hf_falcon.core import decoding
-from hf_falcon.core import target_parts as borrowed_head
+from hf_falcon.core import decoding, target_parts
 from hf_falcon.core.target_parts import TargetHead, was_trained_for
 from hf_falcon.training.features import target_features
 
 
 @pytest.mark.parametrize("kind", ["llama", "gemma2", "granite", "cohere", "gpt2", "opt"])
-def test_borrowed_head_gives_the_targets_logits(kind):
+def test_the_target_head_gives_the_targets_logits(kind):
     target = new_target(kind, **({"final_logit_softcapping": 3.0} if kind == "gemma2" else {}))
     tokens = random_tokens(2, 9)
     features = target_features(target, tokens, torch.ones_like(tokens, dtype=torch.bool))
@@ -84,7 +83,7 @@ def test_a_call_that_can_draft_nothing_asks_nothing_of_the_drafter(rows, target,
         raise AssertionError("nothing is to be drafted")
 
     monkeypatch.setattr(FalconCandidateGenerator, "commit", refuse)
-    monkeypatch.setattr(borrowed_head, "_parameters_of", refuse)
+    monkeypatch.setattr(target_parts, "_parameters_of", refuse)
     drafter, prompt = new_drafter(target), random_tokens(rows, 6)
     for tokens in (1, 2):
         expected = target.generate(prompt, max_new_tokens=tokens, do_sample=False)

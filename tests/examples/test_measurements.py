@@ -98,7 +98,7 @@ def test_choices_are_those_of_drafting_token_by_token():
 
 
 @pytest.fixture
-def parting_assisted(monkeypatch):
+def diverging_assisted(monkeypatch):
     """Assisted decoding that prefers other tokens than plain decoding does; returns what both say of a prompt."""
     target = tiny_target("llama")
     generate = type(target).generate
@@ -136,7 +136,7 @@ def test_divergence_in_float32_is_none(workplace, tmp_path, monkeypatch, capsys)
     assert "Near-ties of assisted decoding: 0. Outputs that diverge at one of them: 0/0." in printed
 
 
-def test_divergence_and_evaluate_say_where_texts_part(workplace, tmp_path, monkeypatch, capsys, parting_assisted):
+def test_both_commands_name_the_first_diverging_token(workplace, tmp_path, monkeypatch, capsys, diverging_assisted):
     words = divergence_words(workplace, tmp_path)
     monkeypatch.setattr("sys.argv", ["divergence.py", *words])
     example("divergence").main()
@@ -144,7 +144,7 @@ def test_divergence_and_evaluate_say_where_texts_part(workplace, tmp_path, monke
     expected = []
     for number, text in enumerate(TEXTS):
         ids = tiny_tokenizer()(text, return_tensors="pt").input_ids
-        tokens, others = parting_assisted(ids)
+        tokens, others = diverging_assisted(ids)
         place = first_difference(tokens, others)
         if place is not None:
             with torch.no_grad():

@@ -22,7 +22,7 @@ DRAFTS: dict[str, dict | None] = {
 # Drafts that put the whole truth into the tree.
 ALL_IN_TREE = {("oracle", "dynamic"), ("oracle", "static"), ("scattered", "static"), ("scattered", "own")}
 # The same tree every round; with what is found in the context; and what pays, as long as drafting costs nothing.
-PACES: dict[str, dict] = {
+SCHEDULES: dict[str, dict] = {
     "constant": {},
     "lookup": {"prompt_lookup_num_tokens": 7},
     "heuristic": {"num_assistant_tokens_schedule": "heuristic", "prompt_lookup_num_tokens": 7},
@@ -48,7 +48,7 @@ class Case(NamedTuple):
     nodes: int
     prompt_length: int
     draft: str
-    pace: str = "constant"
+    schedule: str = "constant"
 
 
 VALUES = Case(
@@ -59,7 +59,7 @@ VALUES = Case(
     nodes=(1, 2, 3, 6, 16, 64),
     prompt_length=(1, 2, 5, 8, 20, 40),
     draft=tuple(DRAFTS),
-    pace=tuple(PACES),
+    schedule=tuple(SCHEDULES),
 )
 
 
@@ -74,4 +74,4 @@ def options_of(case: Case) -> dict:
     tree = OWN_PATHS if case.tree == "own" else case.tree
     # Narrow and wide alike: a small budget leaves no room for many paths anyway.
     sizes = {"num_assistant_tokens": case.nodes, "num_draft_passes": 3, "draft_width": 3}
-    return {**sizes, "draft_tree": tree, **PACES[case.pace]}
+    return {**sizes, "draft_tree": tree, **SCHEDULES[case.schedule]}
