@@ -56,8 +56,8 @@ def overall_speedup(rows: list[Row]) -> float:
 
 def summary(rows: list[Row]) -> dict[str, Any]:
     """The object that `--json` prints."""
-    names = ("name", "tokens", "plain_seconds", "assisted_seconds", "speedup", "tokens_per_round", "tau", "alpha")
-    names += ("identical",)
+    names = ["name", "tokens", "plain_seconds", "assisted_seconds", "speedup", "tokens_per_round", "tau", "alpha"]
+    names.append("identical")
     return {
         "prompts": [{name: getattr(row, name) for name in names} for row in rows],
         "speedup": overall_speedup(rows),
