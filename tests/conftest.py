@@ -12,7 +12,7 @@ import pytest
 from transformers.utils import logging as transformers_logging
 
 import hf_falcon
-from hf_falcon.core import policy as pace
+from hf_falcon.core import policy
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -31,7 +31,7 @@ def hook_on():
 @pytest.fixture(autouse=True)
 def nothing_learnt():
     """What one test's rounds taught does not change how the next one drafts."""
-    pace._acceptance_stats.clear()
+    policy._acceptance_stats.clear()
 
 
 @pytest.fixture

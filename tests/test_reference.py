@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""The API reference: docstrings of all public names, and the README's list of them."""
+"""The API reference: docstrings of all public names, and the lists of docs/reference.md."""
 
 import ast
 import dataclasses
@@ -11,7 +11,7 @@ import pytest
 
 import hf_falcon
 
-README = (Path(__file__).parents[1] / "README.md").read_text()
+PAGE = (Path(__file__).parents[1] / "docs" / "reference.md").read_text()
 # "As [`PreTrainedModel.save_pretrained`], ...", "See [`...`]": arguments that are not told are those of that one.
 INHERITED = re.compile(r"^\s*(As|See) \[`", re.MULTILINE)
 
@@ -76,8 +76,8 @@ def test_defaults_are_as_documented(public):
 
 
 def section(title: str) -> str:
-    """A section of the README."""
-    return README.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+    """A section of the page."""
+    return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
 def rows(title: str) -> list[list[str]]:
@@ -88,14 +88,15 @@ def rows(title: str) -> list[list[str]]:
     ]
 
 
-def test_readme_has_every_public_name():
-    named = re.findall(r"`(\w+)", " ".join(first for first, *_ in rows("Reference")))
+def test_the_page_has_every_option_and_public_name():
+    listed = rows("Drafting options") + rows("Public names")
+    named = re.findall(r"`(\w+)", " ".join(first for first, *_ in listed))
     options = [field.name for field in dataclasses.fields(hf_falcon.DraftOptions)]
     assert sorted(named) == sorted([*hf_falcon.__all__, *options])
 
 
-def test_readme_has_the_defaults_of_every_option():
-    found = {first.strip("`"): second for first, second, *_ in rows("Reference")}
+def test_the_page_has_the_defaults_of_every_option():
+    found = {first.strip("`"): second for first, second, *_ in rows("Drafting options")}
     for field in dataclasses.fields(hf_falcon.DraftOptions):
         default = f'"{field.default}"' if isinstance(field.default, str) else str(field.default)
         assert found[field.name].strip("`") == default, field.name

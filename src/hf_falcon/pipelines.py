@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Drafters in pipelines: `pipeline("text-generation", model=..., assistant_model="user/drafter")`."""
+"""Drafters in transformers' loaders: `pipeline("text-generation", model=..., assistant_model="user/drafter")`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
-from typing import Any
+from typing import Any, NoReturn
 
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from .core.configuration_falcon_draft import FalconDraftConfig
 from .core.drafter import FalconDraftModel
@@ -20,36 +20,61 @@ _MODULE = "transformers.pipelines.base"
 
 def install_in_pipelines() -> None:
     """
-    Lets transformers' pipelines take a Falcon drafter, by name or as an object; every other assistant goes on as
-    before. transformers itself finds an assistant's class among its own only, and wants a tokenizer with each that is
-    named, or whose special tokens are not the target's. A drafter has none: its tokens are the target's.
+    Makes transformers' pipelines take a Falcon drafter, by name or as an object; other assistants load as before.
+    Without this, a pipeline looks for the class of an assistant inside transformers only, and demands a tokenizer if
+    the assistant is given by name or has other special tokens than the target. A drafter has no tokenizer: its tokens
+    are the target's.
 
     A drafter by name is loaded in the target's dtype and on its device, with the token of the environment or of the
-    login: transformers does not hand on what a pipeline is given of `token` and `revision`, which are the target's.
+    login. The pipeline's arguments `token` and `revision` are for the target, and transformers does not pass them on.
 
-    Where transformers' pipelines are not imported yet, this happens when they are: they bring libraries for images
-    and sound, which `import hf_falcon` shall not wait for.
+    If transformers' pipelines are not imported yet, this happens on their import: they import libraries for images
+    and sound, which `import hf_falcon` must not wait for.
+
+    `AutoModelForCausalLM.from_pretrained(drafter)` then raises an error that names the class to use.
     """
+    AutoModelForCausalLM.register(FalconDraftConfig, _NotACausalLM, exist_ok=True)
     if _MODULE in sys.modules:
         _wrap(sys.modules[_MODULE])
-    elif not any(isinstance(finder, _WrapsWhenImported) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _WrapsWhenImported())
+    elif not any(isinstance(finder, _WrapsOnImport) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _WrapsOnImport())
 
 
-class _WrapsWhenImported:
-    """Finds one module as Python itself does, and wraps its function once it has run."""
+class _NotACausalLM(FalconDraftModel):
+    """The answer of `AutoModelForCausalLM` for a drafter. Without it, transformers lists all classes that it knows."""
+
+    def __init__(self, config: FalconDraftConfig):
+        _refuse("The configuration")
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        _refuse(f"`{pretrained_model_name_or_path}`")
+
+
+def _refuse(subject: str) -> NoReturn:
+    raise TypeError(
+        f"{subject} is of a Falcon drafter, not of a language model: load the drafter with "
+        "`FalconDraftModel.from_pretrained` or `AutoModel.from_pretrained`, and give it to the target: "
+        "`target.generate(**inputs, assistant_model=drafter)`."
+    )
+
+
+class _WrapsOnImport:
+    """
+    An import hook for one module. It finds the module as Python itself does, and wraps its function after the module
+    has run. A search alone (`importlib.util.find_spec`) does not use it up.
+    """
 
     def find_spec(self, name: str, path: Sequence[str] | None, module: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _MODULE:
-            return None
-        sys.meta_path.remove(self)
-        spec = PathFinder.find_spec(name, path, module)
+        spec = PathFinder.find_spec(name, path, module) if name == _MODULE else None
         if spec is not None and spec.loader is not None:
             run = spec.loader.exec_module
 
             def run_and_wrap(module: ModuleType) -> None:
                 run(module)
                 _wrap(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
 
             spec.loader.exec_module = run_and_wrap  # type: ignore[method-assign]
         return spec
@@ -57,7 +82,8 @@ class _WrapsWhenImported:
 
 def _wrap(pipelines: ModuleType) -> None:
     stock = getattr(pipelines, "load_assistant_model", None)
-    # Another version of transformers may have none: then its pipelines stay as they are.
+    # `load_assistant_model` has no underscore, but no documentation either. If a version of transformers lacks it, its
+    # pipelines stay as they are, and take a drafter that has the target's special tokens, as an object.
     if stock is None or hasattr(stock, "_is_falcon_hook"):
         return
 

@@ -189,7 +189,7 @@ def resolve(names: list[str], models: Models) -> tuple[dict[str, dict[str, Any]]
                 raise ValueError(f"`methods` has {name!r}: give a number of nodes after the @, as in `{base}@8`.")
             arguments["assistant_model"] = _with_options(drafter, num_assistant_tokens=int(budget))
         if base == _CLASSIFIER and models.decision is not None:
-            acceptance_stats_of(arguments["assistant_model"], models.target).continued = models.decision
+            acceptance_stats_of(arguments["assistant_model"], models.target).continuation = models.decision
         found[name] = arguments
     return found, absent
 

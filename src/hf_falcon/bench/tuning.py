@@ -4,8 +4,9 @@
 from __future__ import annotations
 
 import io
+import math
 import statistics
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from ..core.candidate_generator import FalconCandidateGenerator
 from ..core.costs import CostKey, Costs, Stopwatch, measure, save
 from ..core.draft_options import DraftOptions
 from ..core.drafter import FalconDraftModel
-from ..core.policy import AcceptanceStats, DraftPolicy, acceptance_stats_of
+from ..core.policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, acceptance_stats_of
 from ..core.target_parts import FeatureTap
 from ..core.target_run import TargetRun
 from ..core.tree import Branches
@@ -130,25 +131,37 @@ def tune(
     return found
 
 
-class _Recorder(DraftPolicy):
+@dataclass(frozen=True)
+class _AllPasses(DraftDecision):
     """Drafts all passes, and notes after each the expected accepted tokens of the best 0, 1, 2, ... nodes."""
 
-    def __init__(self, options: DraftOptions, device: torch.device):
-        super().__init__(options, AcceptanceStats(), device)
-        self.expected: list[Tensor] = []
+    nodes: int = 0
+    expected: list[Tensor] = field(default_factory=list)
 
-    def another_pass(self, branches: Branches, best: Tensor) -> bool:
-        self._note(best)
-        return True
+    def check_pass(self, branches: Branches, log_probs: Tensor) -> PassCheck:
+        self._note(log_probs)
+        return PassCheck(math.inf, 0.0)
 
-    def size(self, best: Tensor) -> int:
-        self._note(best)
+    def size(self, log_probs: Tensor) -> int:
+        self._note(log_probs)
         return 0
 
-    def _note(self, best: Tensor) -> None:
-        tokens = torch.zeros(self._options.num_assistant_tokens + 1, device=best.device)
-        tokens[1 : 1 + best.shape[0]] = best.exp()
+    def _note(self, log_probs: Tensor) -> None:
+        tokens = torch.zeros(self.nodes + 1, device=log_probs.device)
+        tokens[1 : 1 + log_probs.shape[0]] = log_probs.exp()
         self.expected.append(tokens.cumsum(dim=0).cpu())
+
+
+class _Recorder(DraftPolicy):
+    """Has every round draft all passes, and keeps what it expected."""
+
+    def __init__(self, options: DraftOptions):
+        super().__init__(options, AcceptanceStats())
+        self.expected: list[Tensor] = []
+
+    def decide(self, matched: int = 0, found: int = 0) -> DraftDecision:
+        """See [`DraftPolicy.decide`]."""
+        return _AllPasses(nodes=self._options.num_assistant_tokens, expected=self.expected)
 
 
 @torch.no_grad()
@@ -205,11 +218,11 @@ def drafting(
         features = tap.take()
         generator = FalconCandidateGenerator(drafter, target, options)
         for place in range(1, text.shape[1] - 1):
-            watch, recorder = Stopwatch(), _Recorder(options, drafter.device)
+            watch, generator.policy = Stopwatch(), (recorder := _Recorder(options))
             new = slice(0, 2) if place == 1 else slice(place, place + 1)
             generator.commit(features[:, new], text[:, new.start + 1 : new.stop + 1])
             commits.append(watch.lap())
-            generator.propose(text[0, place + 1 : place + 2], generator.max_depth, recorder)
+            generator.propose(text[:, : place + 2], generator.max_depth)
             passes.append(watch.lap() / options.num_draft_passes)
             if len(recorder.expected) == options.num_draft_passes:
                 total += torch.stack(recorder.expected)

@@ -6,14 +6,13 @@ CPUs when it is imported, and a drafter that is loaded as custom code from the H
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-from .caches import DraftCache
 from .modeling_falcon_draft import FalconDraftNetwork
 from .target_parts import TargetHead
 
@@ -49,27 +48,26 @@ class DrafterAcceleration:
     """
     How the drafter's passes of one `generate` call run: as they are.
 
+    Args:
+        drafter ([`FalconDraftNetwork`]): the drafter.
+
     Attributes:
         head ([`TargetHead`], *optional*): a faster head than the one that the call would make.
     """
 
     head: TargetHead | None = None
 
+    def __init__(self, drafter: FalconDraftNetwork):
+        self.drafter = drafter
+
     def drafting(self, head: TargetHead) -> AbstractContextManager[object]:
         """Inside, the drafter runs passes whose logits come from `head`."""
         return nullcontext()
 
-    def run_layers(
-        self,
-        drafter: FalconDraftNetwork,
-        fused: Tensor,
-        ends: Tensor,
-        position_ids: Tensor,
-        mask: Tensor,
-        cache: DraftCache,
-    ) -> Tensor:
-        """See [`FalconDraftNetwork.run_layers`]."""
-        return drafter.run_layers(fused, ends, position_ids, mask, cache)
+    @property
+    def run_layers(self) -> Callable[..., Tensor]:
+        """The drafter's layers; see [`FalconDraftNetwork.run_layers`]."""
+        return self.drafter.run_layers
 
 
 class Backend(Protocol):
@@ -104,4 +102,4 @@ def target_acceleration(
 
 def drafter_acceleration(drafter: FalconDraftNetwork, target: PreTrainedModel) -> DrafterAcceleration:
     """See [`Backend.for_drafter`]."""
-    return DrafterAcceleration() if _backend is None else _backend.for_drafter(drafter, target)
+    return DrafterAcceleration(drafter) if _backend is None else _backend.for_drafter(drafter, target)

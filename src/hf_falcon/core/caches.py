@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Key-value caches: of the drafter, of the target with one row, and of the target with rows of different lengths."""
+"""Key-value caches: the drafter's, the target's for one row, and the target's for rows of different lengths."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from transformers.cache_utils import DynamicLayer
 
 _SMALLEST = 256
 
-# Slots that a buffer is made larger than it has to be.
+# Extra slots of a new buffer.
 _SPARE = 256
 
 
 class DraftCache:
     """
-    Preallocated keys and values of the drafter, written in place and rolled back by moving a length.
+    Preallocated keys and values of the drafter. They are written in place; a rollback changes `length` only.
 
-    A pass writes its rows behind `length` in every layer; [`DraftCache.advance`] keeps them, and a smaller `length`
-    forgets them. The buffers double when they are full, so a round costs the same at any context length.
+    A pass writes its rows after the first `length` rows of every layer. [`DraftCache.advance`] keeps them; without it,
+    the next pass overwrites them. Full buffers double in size, so a round takes the same time at any context length.
     """
 
     def __init__(self, num_layers: int, capacity: int = 256):
@@ -51,13 +51,13 @@ class DraftCache:
 
     def room(self, rows: int) -> list[tuple[Tensor, Tensor]] | None:
         """
-        Where a pass may write its rows by itself, in place of `update`; `None` before the first pass.
+        Buffers for a pass that writes its rows itself instead of calling `update`; `None` before the first pass.
 
         Args:
             rows (`int`): rows of the pass.
 
         Returns:
-            For each layer, views as those of `update`, of which the last `rows` rows have any values.
+            For each layer, the same views as from `update`. The last `rows` rows are for the pass to write.
         """
         end, layers = self.length + rows, []
         for layer, (keys, values) in enumerate(zip(self._keys, self._values)):
@@ -69,7 +69,7 @@ class DraftCache:
         return layers
 
     def advance(self, rows: int) -> None:
-        """Keeps the rows that every layer has just written."""
+        """Keeps the rows of the last pass."""
         self.length += rows
 
     def _fit(self, buffer: Tensor | None, rows: Tensor, needed: int) -> Tensor:
@@ -86,13 +86,13 @@ class DraftCache:
 
 class GrowingLayer(DynamicLayer):
     """
-    A `DynamicLayer` that writes new rows behind the old ones instead of copying all of them into a new tensor.
+    A `DynamicLayer` that appends new rows in place, instead of copying all rows into a new tensor.
 
-    `keys` and `values` are views of buffers that grow by half where they are full, and are all of its state: what
-    assigns to them, as cropping does, is free to.
+    `keys` and `values` are views of buffers, which grow by half when they are full. They are the whole state of the
+    layer: other code, such as cropping, may assign new tensors to them.
 
     Args:
-        layer ([`DynamicLayer`]): the layer that it stands in for, until [`GrowingLayer.give_back`].
+        layer ([`DynamicLayer`]): the layer that this one replaces until [`GrowingLayer.give_back`].
     """
 
     def __init__(self, layer: DynamicLayer):
@@ -120,7 +120,7 @@ class GrowingLayer(DynamicLayer):
         return self.keys, self.values
 
     def give_back(self) -> DynamicLayer:
-        """The layer that this one stands in for, with all rows."""
+        """Returns the original layer, with all rows."""
         if self.is_initialized:
             if not self._layer.is_initialized:
                 self._layer.lazy_initialization(self.keys, self.values)
@@ -128,7 +128,7 @@ class GrowingLayer(DynamicLayer):
         return self._layer
 
     def _holds_all_rows(self) -> bool:
-        """Whether the rows are still those in the buffers: anyone may have put other tensors there."""
+        """Whether `keys` and `values` are still views of the buffers. Other code may have assigned other tensors."""
         assert self._buffers is not None
         return all(
             states.data_ptr() == buffer.data_ptr() and states.shape[0] == buffer.shape[0]
@@ -137,7 +137,7 @@ class GrowingLayer(DynamicLayer):
 
 
 def _buffer(rows: Tensor, new: Tensor, length: int, end: int) -> Tensor:
-    """A buffer with room for more than `end` rows, the first `length` of them taken from `rows`."""
+    """A buffer with room for more than `end` rows. The first `length` rows are copied from `rows`."""
     capacity = max(_SMALLEST, end + end // 2)
     buffer = new.new_empty(*new.shape[:-2], capacity, new.shape[-1])
     if length:
@@ -146,22 +146,22 @@ def _buffer(rows: Tensor, new: Tensor, length: int, end: int) -> Tensor:
 
 
 def grow_in_place(cache: Cache) -> None:
-    """Puts a [`GrowingLayer`] in the place of every plain `DynamicLayer` of a cache."""
+    """Replaces every plain `DynamicLayer` of a cache by a [`GrowingLayer`]."""
     cache.layers = [GrowingLayer(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]
 
 
 def give_back(cache: Cache) -> None:
-    """Undoes [`grow_in_place`]: the cache has its own layers again, with all rows."""
+    """Undoes [`grow_in_place`]: restores the original layers, with all rows."""
     cache.layers = [layer.give_back() if isinstance(layer, GrowingLayer) else layer for layer in cache.layers]
 
 
 class RowLengths:
     """
-    How many tokens each row has in the cache; shared by all its layers.
+    The number of tokens of each row in the cache. All layers share one object.
 
     Args:
         lengths (`list[int]`): tokens of each row.
-        device (`torch.device`): where the slots are told.
+        device (`torch.device`): the device of the slots that it returns.
     """
 
     def __init__(self, lengths: list[int], device: torch.device):
@@ -173,7 +173,7 @@ class RowLengths:
         return torch.tensor(self.values, device=self._device)[:, None] + torch.arange(count, device=self._device)
 
     def advance(self, counts: Sequence[int]) -> None:
-        """Keeps the first `counts` of what was written to each row."""
+        """Keeps the first `counts` new tokens of each row."""
         self.values = [length + count for length, count in zip(self.values, counts)]
 
 
@@ -181,12 +181,13 @@ class RaggedLayer(DynamicLayer):
     """
     Keys and values of rows of different lengths.
 
-    A forward writes each row's new states behind its own length; [`RaggedLayer.keep`] and [`RowLengths.advance`] say
-    what stays. Windows are the mask's concern: a layer keeps all that it is given.
+    A forward writes the new states of each row after the row's own length. [`RaggedLayer.keep`] and
+    [`RowLengths.advance`] then keep some of them. The layer keeps all states, also outside a sliding window: the mask
+    applies the window.
 
     Args:
         layer ([`DynamicLayer`]): a layer that has run the prompt.
-        slots (`list[torch.Tensor]`): for each row the slots of the prompt that are no padding.
+        slots (`list[torch.Tensor]`): for each row, the slots of the prompt without padding.
         lengths ([`RowLengths`]): lengths of the rows.
     """
 
@@ -194,13 +195,13 @@ class RaggedLayer(DynamicLayer):
         super().__init__()
         self.lazy_initialization(layer.keys, layer.values)
         self._lengths = lengths
-        # Where there is a window, a layer has dropped what lies before it.
+        # A layer with a window has dropped the states before it.
         dropped = layer.get_seq_length() - layer.keys.shape[-2]
         self._buffers = [_Rows(states, slots, dropped) for states in (layer.keys, layer.values)]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """
-        Writes states of shape `(rows, heads, new, head_dim)` behind the rows.
+        Appends states of shape `(rows, heads, new, head_dim)` to the rows.
 
         Returns:
             All states of the rows, of shape `(rows, heads, longest row + new, head_dim)`.
@@ -218,14 +219,15 @@ class RaggedLayer(DynamicLayer):
             buffer.move(sources, targets)
 
     def select(self, rows: Tensor) -> None:
-        """Keeps the rows at these indices only."""
+        """Drops all rows except the rows at these indices."""
         for buffer in self._buffers:
             buffer.select(rows)
 
     def padded(self, slots: list[Tensor], prompt_length: int, length: int) -> tuple[Tensor, Tensor]:
         """
-        Keys and values as a layer without ragged rows has them, of shape `(rows, heads, length, head_dim)`: those of
-        each row's prompt in its `slots` of the first `prompt_length`, zeros in the padding, the others behind.
+        Keys and values in the layout of an ordinary layer, of shape `(rows, heads, length, head_dim)`. In the first
+        `prompt_length` slots, the states of each row's prompt are in its `slots`, and padding is zero. The states of
+        new tokens follow.
         """
         keys, values = (buffer.padded(slots, prompt_length, length) for buffer in self._buffers)
         return keys, values
@@ -250,7 +252,7 @@ class _Rows:
             grown = self._states.new_zeros(*self._states.shape[:2], end + end // 2, self._states.shape[3])
             grown[:, :, : self._states.shape[2]] = self._states
             self._states = grown
-        # An index, a slice and an index: the slice comes last in what they select.
+        # With two index tensors around a slice, the dimension of the slice comes last.
         self._states[self._row_numbers(), :, slots] = new.transpose(1, 2)
         return self._states[:, :, :end]
 

@@ -1,5 +1,10 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""The candidate generator: the drafter and prompt lookup propose the tree of a round."""
+"""
+The candidate generator: the drafter and prompt lookup propose the tree of a round.
+
+`propose` commits the positions that were accepted since the last round, asks the policy for one decision, and runs the
+draft passes that it allows. `update` takes the outcome.
+"""
 
 from __future__ import annotations
 
@@ -18,42 +23,53 @@ from .caches import DraftCache
 from .costs import Stopwatch
 from .draft_options import DraftOptions
 from .modeling_falcon_draft import FalconDraftNetwork, LSTMState, additive_mask
-from .policy import AcceptanceStats, DraftPolicy, LookupMatch, LookupPath, RoundTime
+from .policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, RoundOutcome, RoundTime
 from .target_parts import FeatureTap, TargetHead
-from .tree import DraftTree, DynamicRound, DynamicTree, StaticRound, StaticTree, static_paths
-from .verification import TokenSequence, verify
+from .tree import Branches, DraftTree, DynamicRound, DynamicTree, StaticRound, StaticTree, static_paths
 
-# Lengths of the ends of the context that are looked up, the longest first: a longer match is likelier to go on.
+# Lengths of the context's ends that are looked up, the longest first: a longer match is more often right.
 _LENGTHS = (8, 5, 4, 3, 2)
-
-# A match is not followed back further than this.
+# Tokens that a match is compared with, at most.
 _LONGEST_MATCH = 32
-
 # Newest positions of a prompt that the drafter reads: with these the shipped one accepts as much as with all of 1,000.
 _PROMPT_ROWS = 128
-
-# Rows of one drafter forward. Masks are rows * context, so what a long pause left costs no quadratic memory.
+# Rows of one drafter forward. Masks are rows * context, so a long pause of drafting costs no quadratic memory.
 _PREFILL_ROWS = 512
-
-# Positions that a round adds, or little more.
+# Positions that a round adds, at most, or few more.
 _ROWS_OF_A_ROUND = 16
 
 
+class LookupMatch(NamedTuple):
+    """
+    What prompt lookup found.
+
+    Args:
+        token_ids (`list[int]`): the tokens that followed the earlier occurrence; empty without one.
+        matched (`int`): tokens at the end of the context that are equal to the earlier ones.
+    """
+
+    token_ids: list[int]
+    matched: int
+
+
 class PromptLookup:
-    """Where each short run of tokens was last seen in a context that grows. A token costs the same at any length."""
+    """
+    Prompt lookup: if the latest tokens occurred earlier in the context, the tokens that followed them are a candidate
+    (prompt lookup decoding; REST). A token costs the same at any length of the context.
+    """
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
         # The place behind the last occurrence of every run.
         self._places: dict[tuple[int, ...], int] = {}
-        # The place behind the longest run that ends the context and that it had before.
+        # The place behind the earlier occurrence of the longest run that ends the context.
         self._place: int | None = None
 
     def __len__(self) -> int:
         return len(self._tokens)
 
     def extend(self, token_ids: Iterable[int]) -> None:
-        """Takes the context's next tokens."""
+        """Adds the context's next tokens."""
         for token in token_ids:
             self._tokens.append(token)
             end, self._place = len(self._tokens), None
@@ -64,8 +80,8 @@ class PromptLookup:
                         self._place = self._places.get(run)
                     self._places[run] = end
 
-    def continuation(self, limit: int) -> LookupMatch:
-        """What followed where the context was like its end before: `limit` tokens at most."""
+    def find(self, limit: int) -> LookupMatch:
+        """The tokens that followed the earlier occurrence of the context's end: `limit` tokens at most."""
         place, end = self._place, len(self._tokens)
         if place is None or limit < 1:
             return LookupMatch([], 0)
@@ -75,14 +91,19 @@ class PromptLookup:
             and self._tokens[place - 1 - matched] == self._tokens[end - 1 - matched]
         ):
             matched += 1
-        # A text that repeats itself goes on repeating: behind its end the continuation is read from its own beginning.
+        # A text that repeats itself is expected to go on so: behind its end the tokens are read from the repetition's
+        # start.
         return LookupMatch([self._tokens[place + offset % (end - place)] for offset in range(limit)], matched)
 
 
 class DraftedBlocks(NamedTuple):
     """
-    The blocks that a pass continues: the block of the pass before that each runs through (`(width,)`), its tokens
-    there (`(width, block_size)`) and the features that led to them (`(width, block_size, hidden_size)`).
+    The blocks that a pass continues.
+
+    Args:
+        blocks (`torch.LongTensor` of shape `(width,)`): the block of the pass before that each runs through.
+        token_ids (`torch.LongTensor` of shape `(width, block_size)`): its tokens there.
+        features (`torch.Tensor` of shape `(width, block_size, hidden_size)`): the features that led to them.
     """
 
     blocks: Tensor
@@ -92,18 +113,19 @@ class DraftedBlocks(NamedTuple):
 
 class FalconCandidateGenerator(CandidateGenerator):
     """
-    Proposes the tree of a round with a [`FalconDraftModel`].
+    Proposes the trees of one sequence with a [`FalconDraftModel`] and prompt lookup.
 
-    The decoding loop calls `propose` and `commit`. Stock assisted decoding calls `get_candidates`, and gets the
-    tree's most probable path; for that the generator must be used as a context manager, to see the target's features.
+    The decoding loop calls `start` after the prompt's forward, then `propose` and `update` in every round. The
+    assisted decoding of transformers calls `get_candidates`, and gets the tree's most probable path; for that the
+    generator must be used as a context manager, to read the target's features.
 
-    Its state (what is committed, the drafter's cache, the LSTM state) lives as long as one `generate` call.
+    Its state (committed positions, the drafter's cache, the LSTM state) lives as long as one `generate` call.
 
     Args:
         drafter ([`FalconDraftModel`]): the drafter.
-        target ([`PreTrainedModel`]): the target it drafts for.
-        options ([`DraftOptions`], *optional*): defaults to those of `drafter.generation_config`.
-        head ([`TargetHead`], *optional*): the head that another generator of these two has borrowed.
+        target ([`PreTrainedModel`]): the target that it drafts for.
+        options ([`DraftOptions`], *optional*): defaults to the options in `drafter.generation_config`.
+        head ([`TargetHead`], *optional*): the head that another generator of the same two models uses.
     """
 
     def __init__(
@@ -115,9 +137,12 @@ class FalconCandidateGenerator(CandidateGenerator):
     ):
         self.drafter = drafter
         self.target = target
+        self.options = options or DraftOptions.from_generation_config(drafter.generation_config)
+        # Decides how much each round drafts.
+        self.policy = DraftPolicy(self.options, AcceptanceStats())
         self._acceleration = drafter_acceleration(drafter, target)
         self.head = head or self._acceleration.head or TargetHead(drafter, target)
-        self.options = options or DraftOptions.from_generation_config(drafter.generation_config)
+        self._tap = FeatureTap(target, drafter.config.feature_layers)
         self._block_size = drafter.config.block_size
         self._device = drafter.device
         self._tree = self._build_tree()
@@ -128,21 +153,137 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._block_features: Tensor | None = None
         self._first_position = 0
         self._committed = 0
-        self._tap = FeatureTap(target, drafter.config.feature_layers)
-        # Draft passes of the last round after its first block, which comes with the commit.
-        self.passes = 0
-
-    def __enter__(self) -> FalconCandidateGenerator:
-        self._tap.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._tap.__exit__(*exception)
+        # Features that are not committed yet.
+        self._uncommitted: list[Tensor] = []
+        self._prompt_embeds: Tensor | None = None
+        self._padding = 0
+        self._lookup: PromptLookup | None = None
+        # The round that runs.
+        self._match = LookupMatch([], 0)
+        self._decision = DraftDecision()
+        self._checks: list[PassCheck] = []
+        self._time = RoundTime()
+        self._passes = 0
 
     @property
     def max_depth(self) -> int:
         """Tokens that the deepest path of a tree can have."""
         return self._tree.max_depth
+
+    def start(
+        self,
+        features: Tensor,
+        first_position: int,
+        policy: DraftPolicy,
+        padding: int = 0,
+        prompt_embeds: Tensor | None = None,
+    ) -> None:
+        """
+        Starts the rounds of a sequence after its prompt and the first new token.
+
+        Args:
+            features (`torch.Tensor` of shape `(1, positions, ...)`):
+                The target's features of the last `positions` tokens of the prompt.
+            first_position (`int`): position of the first of them.
+            policy ([`DraftPolicy`]): decides how much each round drafts.
+            padding (`int`, *optional*, defaults to 0): padding tokens before the prompt.
+            prompt_embeds (`torch.Tensor`, *optional*): see `commit`.
+        """
+        self.policy = policy
+        self._uncommitted = [features]
+        self._first_position = first_position
+        self._padding = padding
+        self._prompt_embeds = prompt_embeds
+        if self.options.draft_tree == "dynamic" and self.options.prompt_lookup_num_tokens > 0:
+            self._lookup = PromptLookup()
+
+    def propose(self, input_ids: Tensor, max_depth: int) -> DraftTree:
+        """
+        Proposes the tree of a round.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, length)`): the sequence so far; its newest token becomes the
+            root.
+            max_depth (`int`): tokens that a path may have at most.
+
+        Returns:
+            [`DraftTree`]: of the root alone where nothing is drafted.
+        """
+        tree_round = self.draft(input_ids, max_depth)
+        return tree_round.finish(self.root(input_ids), self._decision.size)
+
+    def root(self, input_ids: Tensor) -> Tensor:
+        """The newest token of `input_ids` (`(1, length)`), of shape `(1,)`, on the drafter's device."""
+        return input_ids[0, -1:].to(self._device)
+
+    def draft(self, input_ids: Tensor, max_depth: int, rows: int = 1) -> StaticRound | DynamicRound:
+        """
+        Drafts a round whose tree is not cut to its size yet.
+
+        Args:
+            input_ids, max_depth: see `propose`.
+            rows (`int`, *optional*, defaults to 1): rows of the batch that draft one after the other.
+
+        Returns:
+            The round. Its `finish` makes the [`DraftTree`].
+        """
+        self._match = self._look_up(input_ids, max_depth)
+        self._decision = decision = self.policy.decide(self._match.matched, len(self._match.token_ids))
+        self._checks, self._passes, self._time = [], 0, RoundTime()
+        drafts, watch = decision.draft and max_depth > 0, Stopwatch()
+        if drafts and self._uncommitted:
+            new = sum(each.shape[1] for each in self._uncommitted)
+            features, self._uncommitted = torch.cat(self._uncommitted, dim=1), []
+            self.commit(features, input_ids[:, -new:], self._first_position, self._prompt_embeds)
+            seconds = watch.lap() * rows
+            # The commit of a prompt, or after a pause of drafting, says nothing of a round's.
+            self._time.commit = seconds if new <= _ROWS_OF_A_ROUND else None
+        tree_round = self._tree.start(max_depth)
+        if drafts and self._block_features is not None:
+            with self._acceleration.drafting(self.head):
+                self._draft_passes(tree_round, self._grow(tree_round, self._block_features, self.root(input_ids), 0))
+        if decision.lookup_log_probs and isinstance(tree_round, DynamicRound):
+            tokens = torch.tensor(self._match.token_ids, device=self._device)
+            tree_round.add_path(tokens, torch.tensor(decision.lookup_log_probs, device=self._device))
+        self._time.drafting, self._time.passes = watch.lap() * rows, self._passes if drafts else None
+        return tree_round
+
+    def expected_gain(self, log_probs: Tensor) -> Tensor:
+        """The gain of verifying nodes with these `log_probs` in the round; see [`DraftDecision.expected_gain`]."""
+        return self._decision.expected_gain(log_probs)
+
+    def update(
+        self,
+        tree: DraftTree,
+        path: Tensor,
+        accepted: int,
+        features: Tensor,
+        input_ids: Tensor,
+        seconds: float,
+        nodes: int | None = None,
+    ) -> None:
+        """
+        Takes the outcome of a round.
+
+        Args:
+            tree ([`DraftTree`]): the tree that was verified.
+            path (`torch.LongTensor` of shape `(emitted,)`): its nodes that were right, the root first.
+            accepted (`int`): emitted tokens that were draft tokens.
+            features (`torch.Tensor` of shape `(1, emitted, ...)`): the target's features of the path.
+            input_ids (`torch.LongTensor` of shape `(1, length)`): the sequence, emitted tokens included.
+            seconds (`float`): time of the target.
+            nodes (`int`, *optional*): nodes that the target ran for the sequence; defaults to the size of the tree.
+        """
+        self._uncommitted.append(features)
+        self._time.target, self._time.nodes = seconds, nodes or len(tree)
+        hits: list[bool] = []
+        if self._match.token_ids:
+            emitted = input_ids[0, input_ids.shape[1] - path.shape[0] :].tolist()
+            for found, true in zip(self._match.token_ids, emitted):
+                hits.append(found == true)
+                if found != true:
+                    break
+        self.policy.update(RoundOutcome(self._decision, tree, path, accepted, hits, self._checks, self._time))
 
     def commit(
         self, features: Tensor, next_token_ids: Tensor, first_position: int = 0, prompt_embeds: Tensor | None = None
@@ -183,58 +324,51 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._tail = rows[:, -(size - 1) :] if size > 1 else rows[:, :0]
         self._block_features = predicted[:, -size:] if self._committed >= size else None
 
-    def propose(
-        self,
-        root: Tensor,
-        max_depth: int,
-        pace: DraftPolicy | None = None,
-        guess: LookupPath | None = None,
-        drafts: bool = True,
-    ) -> DraftTree:
+    def get_candidates(self, input_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         """
-        Drafts the tree of a round.
+        The protocol of transformers' own assisted decoding: the prompt, followed by the tree's most probable path.
 
         Args:
-            root, max_depth, guess, drafts: see [`FalconCandidateGenerator.draft`].
-            pace ([`DraftPolicy`], *optional*): says how much is drafted; the options do if left out.
+            input_ids (`torch.LongTensor` of shape `(1, length)`): the accepted tokens so far.
+            args, kwargs: more arguments of transformers, not used.
 
         Returns:
-            [`DraftTree`]: of the root alone where nothing can be drafted.
+            `torch.LongTensor` of shape `(1, length + drafted)`, and `None`: without draft logits transformers accepts
+            a candidate when the target chooses the same token, which is lossless.
         """
-        pace = pace or DraftPolicy(self.options, AcceptanceStats(), self._device)
-        return self.draft(root, max_depth, pace, guess, drafts).finish(root.to(self._device), pace.size)
+        if self._tap.is_empty:
+            return input_ids, None
+        features, length = self._tap.take(), input_ids.shape[1]
+        # The newest token has no feature yet. The last forward scored the accepted positions first.
+        known = length - 1
+        new = known - self._first_position - self._committed if self._committed else features.shape[1]
+        self.commit(features[:, :new], input_ids[:, length - new :], first_position=known - new)
+        tree = self.propose(input_ids, self.max_depth)
+        leaf = tree.depths.argmax()
+        chain = tree.token_ids[tree.visible[leaf]][1:]
+        return torch.cat((input_ids, chain[None].to(input_ids.device)), dim=1), None
 
-    def draft(
-        self, root: Tensor, max_depth: int, pace: DraftPolicy, guess: LookupPath | None = None, drafts: bool = True
-    ) -> StaticRound | DynamicRound:
-        """
-        Drafts for a round.
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
+        """See [`~transformers.generation.candidate_generator.CandidateGenerator`]; nothing is adapted."""
 
-        Args:
-            root (`torch.LongTensor` of shape `(1,)`): the newest token, which the target chose.
-            max_depth (`int`): tokens that a path may have at most.
-            pace ([`DraftPolicy`]): says how much is drafted.
-            guess ([`LookupPath`], *optional*): a path of at most `max_depth` tokens that a dynamic tree takes in.
-            drafts (`bool`, *optional*, defaults to `True`): `False` has the round hold the guess alone.
+    def __enter__(self) -> FalconCandidateGenerator:
+        self._tap.__enter__()
+        return self
 
-        Returns:
-            The round, whose tree is still to be cut to a size.
-        """
-        root = root.to(self._device)
-        tree_round = self._tree.start(max_depth)
-        self.passes = 0
-        if drafts and self._block_features is not None and max_depth > 0:
-            with self._acceleration.drafting(self.head):
-                self._draft(tree_round, self._grow(tree_round, self._block_features, root, 0, pace), pace)
-        if guess is not None and isinstance(tree_round, DynamicRound):
-            tree_round.add_path(*guess)
-        return tree_round
+    def __exit__(self, *exception: object) -> None:
+        self._tap.__exit__(*exception)
 
-    def _draft(self, tree_round: StaticRound | DynamicRound, drafted: DraftedBlocks | None, pace: DraftPolicy) -> None:
+    def _look_up(self, input_ids: Tensor, max_depth: int) -> LookupMatch:
+        if self._lookup is None:
+            return LookupMatch([], 0)
+        self._lookup.extend(input_ids[0, self._padding + len(self._lookup) :].tolist())
+        return self._lookup.find(min(self.options.prompt_lookup_num_tokens, max_depth))
+
+    def _draft_passes(self, tree_round: StaticRound | DynamicRound, drafted: DraftedBlocks | None) -> None:
         """Runs draft passes for as long as they pay, from the blocks on that come after the committed positions."""
         size, base = self._block_size, self._committed
         states = self._lstm_state
-        # Which drafted blocks each block of the last pass sees: those of its ancestors, in drafting order.
+        # Drafted blocks that each block of the last pass sees: its ancestors' blocks, in drafting order.
         lineage = torch.zeros(1, 0, dtype=torch.bool, device=self._device)
         self._cache.length = base
         depth = 0
@@ -257,44 +391,13 @@ class FalconCandidateGenerator(CandidateGenerator):
             ).view(width, size, -1)
             self._cache.advance(width * size)
             depth += size
-            self.passes += 1
-            drafted = self._grow(tree_round, predicted, drafted.token_ids[:, -1], depth, pace)
-
-    def verify(self, tree: DraftTree, logits: Tensor, sequence: TokenSequence) -> tuple[Tensor, int]:
-        """See [`verification.verify`]."""
-        return verify(tree, logits, sequence)
-
-    def get_candidates(self, input_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
-        """
-        The stock protocol: the prompt followed by the tree's most probable path.
-
-        Args:
-            input_ids (`torch.LongTensor` of shape `(1, length)`): the accepted tokens so far.
-            args, kwargs: what else transformers passes; not used.
-
-        Returns:
-            `torch.LongTensor` of shape `(1, length + drafted)`, and `None`: without draft logits transformers accepts
-            a candidate when the target chooses the same token, which is lossless.
-        """
-        if self._tap.is_empty:
-            return input_ids, None
-        features, length = self._tap.take(), input_ids.shape[1]
-        # The newest token has no feature yet. Of what the last forward scored, the accepted positions come first.
-        known = length - 1
-        new = known - self._first_position - self._committed if self._committed else features.shape[1]
-        self.commit(features[:, :new], input_ids[:, length - new :], first_position=known - new)
-        tree = self.propose(input_ids[0, -1:], self.max_depth)
-        leaf = tree.depths.argmax()
-        chain = tree.token_ids[tree.visible[leaf]][1:]
-        return torch.cat((input_ids, chain[None].to(input_ids.device)), dim=1), None
-
-    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:
-        """See [`~transformers.generation.candidate_generator.CandidateGenerator`]; nothing is adapted."""
+            self._passes += 1
+            drafted = self._grow(tree_round, predicted, drafted.token_ids[:, -1], depth)
 
     def _run_layers(self, fused: Tensor, ends: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
         """See [`FalconDraftNetwork.run_layers`]; of this sequence."""
         with self._acceleration.drafting(self.head):
-            return self._acceleration.run_layers(self.drafter, fused, ends, position_ids, mask, self._cache)
+            return self._acceleration.run_layers(fused, ends, position_ids, mask, self._cache)
 
     def _build_tree(self) -> StaticTree | DynamicTree:
         options = self.options
@@ -330,16 +433,15 @@ class FalconCandidateGenerator(CandidateGenerator):
         return predicted
 
     def _grow(
-        self, tree_round: StaticRound | DynamicRound, predicted: Tensor, newest: Tensor, depth: int, pace: DraftPolicy
+        self, tree_round: StaticRound | DynamicRound, predicted: Tensor, newest: Tensor, depth: int
     ) -> DraftedBlocks | None:
         """
         Grows the tree by the levels of one pass.
 
         Args:
-            predicted (`torch.Tensor` of shape `(blocks, block_size, hidden_size)`): what the pass predicted.
+            predicted (`torch.Tensor` of shape `(blocks, block_size, hidden_size)`): predictions of the pass.
             newest (`torch.LongTensor` of shape `(blocks,)`): the token before the first one of each block.
             depth (`int`): its depth.
-            pace ([`DraftPolicy`]): says whether there is to be a next pass.
 
         Returns:
             The blocks that the next pass continues, or `None` where there is to be no next pass.
@@ -355,15 +457,22 @@ class FalconCandidateGenerator(CandidateGenerator):
                 log_probs, token_ids, *proposals = self._candidates(here)
             else:
                 log_probs, token_ids, *proposals = (each[blocks, offset] for each in marginals)
-            tree_round.add(log_probs + pace.correction(depth + offset + 1), token_ids, *proposals)
+            tree_round.add(log_probs + self._decision.correction(depth + offset + 1), token_ids, *proposals)
             branches = tree_round.branches()
             ends_block = offset == self._block_size - 1
-            if branches is None or (ends_block and not pace.another_pass(branches, tree_round.best())):
+            if branches is None or (ends_block and not self._continues(branches, tree_round.best())):
                 return None
             blocks = blocks[branches.rows]
             tokens = torch.cat((tokens[branches.rows], branches.token_ids[:, None]), dim=1)
             features = torch.cat((features, here[:, None]), dim=1)[branches.rows]
         return DraftedBlocks(blocks, tokens[:, 1:], features)
+
+    def _continues(self, branches: Branches, log_probs: Tensor) -> bool:
+        """Whether a further pass is drafted."""
+        check = self._decision.check_pass(branches, log_probs)
+        self._checks.append(check)
+        probes = self._decision.probe_pass and len(self._checks) == 1
+        return probes or check.continuation >= self._decision.pass_threshold
 
     def _candidates(self, features: Tensor) -> tuple[Tensor, ...]:
         """Most probable tokens for features of shape `(..., hidden_size)`: `(..., max_children)`, best first."""
@@ -371,96 +480,3 @@ class FalconCandidateGenerator(CandidateGenerator):
         # A drafter that overflows must not break the order that the tree is cut by.
         best = log_probs.nan_to_num(nan=-torch.inf).topk(self._tree.max_children, dim=-1)
         return best.values, self.head.to_target_ids(best.indices)
-
-
-class Drafting:
-    """
-    The drafting of one sequence.
-
-    Args:
-        generator ([`FalconCandidateGenerator`]): the sequence's own.
-        sequence ([`TokenSequence`]): the sequence, prompt and first new token.
-        features (`torch.Tensor` of shape `(1, positions, ...)`):
-            The target's features of the last `positions` tokens but that new one.
-        first_position (`int`): position of the first of them.
-        pace ([`DraftPolicy`]): says how much is drafted.
-        padding (`int`, *optional*, defaults to 0): tokens at the start of the sequence that are no text.
-        prompt_embeds (`torch.Tensor`, *optional*): see [`FalconCandidateGenerator.commit`].
-    """
-
-    def __init__(
-        self,
-        generator: FalconCandidateGenerator,
-        sequence: TokenSequence,
-        features: Tensor,
-        first_position: int,
-        pace: DraftPolicy,
-        padding: int = 0,
-        prompt_embeds: Tensor | None = None,
-    ):
-        self.generator = generator
-        self.sequence = sequence
-        self.pace = pace
-        self._first_position = first_position
-        self._padding = padding
-        self._prompt_embeds = prompt_embeds
-        self._index = PromptLookup()
-        options = generator.options
-        self._lookup = options.prompt_lookup_num_tokens if options.draft_tree == "dynamic" else 0
-        # Features of the newest positions but one that the drafter has not seen; each goes with the token one step
-        # ahead.
-        self._unseen = [features]
-        self._time = RoundTime()
-
-    def propose(self, limit: int) -> DraftTree:
-        """Drafts the tree of a round; see [`Drafting.draft`]."""
-        return self.draft(limit).finish(self.root, self.pace.size)
-
-    @property
-    def root(self) -> Tensor:
-        """The newest token, where the drafter is."""
-        return self.sequence.root.to(self.generator.drafter.device)
-
-    def draft(self, limit: int, share: int = 1) -> StaticRound | DynamicRound:
-        """
-        Drafts for a round, whose tree is still to be cut to a size.
-
-        Args:
-            limit (`int`): tokens that a path may have at most.
-            share (`int`, *optional*, defaults to 1): sequences that draft one after the other in this round.
-        """
-        ids, generator, pace = self.sequence.input_ids, self.generator, self.pace
-        if self._lookup:
-            self._index.extend(ids[0, self._padding + len(self._index) :].tolist())
-        guess = pace.guess(self._index.continuation(min(self._lookup, limit)))
-        drafts, watch, self._time = limit > 0 and pace.drafts(guess), Stopwatch(), RoundTime()
-        if drafts:
-            new = sum(each.shape[1] for each in self._unseen)
-            unseen = torch.cat(self._unseen, dim=1)
-            generator.commit(unseen, ids[:, -new:], self._first_position, self._prompt_embeds)
-            self._unseen = []
-            seconds = watch.lap() * share
-            # Many positions at once, the prompt or what a pause left, are no round's share.
-            self._time.commit = seconds if new <= _ROWS_OF_A_ROUND else None
-        tree_round = generator.draft(self.root, limit, pace, guess, drafts)
-        self._time.drafting, self._time.passes = watch.lap() * share, generator.passes if drafts else None
-        return tree_round
-
-    def learn(
-        self, tree: DraftTree, path: Tensor, accepted: int, features: Tensor, seconds: float, nodes: int | None = None
-    ) -> None:
-        """
-        Takes what became of a tree.
-
-        Args:
-            tree ([`DraftTree`]): the tree.
-            path (`torch.LongTensor` of shape `(emitted,)`): its nodes that were right, the root first.
-            accepted (`int`): how many emitted tokens it had.
-            features (`torch.Tensor` of shape `(1, emitted, ...)`): features of these nodes.
-            seconds (`float`): what the target took.
-            nodes (`int`, *optional*): nodes that it ran for the sequence; those of the tree if left out.
-        """
-        self._unseen.append(features)
-        emitted = self.sequence.input_ids[0, self.sequence.input_ids.shape[1] - path.shape[0] :].tolist()
-        self._time.target, self._time.nodes = seconds, nodes or len(tree)
-        self.pace.observe(tree, path, emitted, accepted, self._time)

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Files of a checkpoint: weights are checked before they take memory, and code goes along with them."""
+"""The files of a checkpoint: checks of its weights before they take memory, and the code that is saved with them."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ from transformers.utils import (
 
 from .custom_generate import generate
 
-# The lowest version that this code runs on, in the form that transformers checks before it runs custom generation.
+# The oldest transformers that this code runs on. transformers checks this file before it runs `custom_generate`.
 _REQUIREMENTS = "transformers>=5.17.0\n"
 
 _FINGERPRINT_TENSORS = 32
 
 _FINGERPRINT_VALUES = 16
 
-# Both hold a value's bfloat16 rounding exactly; float16 does not, so a float16 copy cannot be told from a fine-tune.
+# Both dtypes hold the bfloat16 rounding of a value exactly. float16 does not: a float16 copy would look like a
+# fine-tune.
 _FINGERPRINT_DTYPES = (torch.float32, torch.bfloat16)
 
 
@@ -46,10 +47,10 @@ Shapes = dict[str, tuple[int, ...]]
 @contextmanager
 def reading(name: str) -> Iterator[None]:
     """
-    Makes whatever error a damaged file causes inside transformers one that names the file.
+    Replaces the error that a damaged file causes inside transformers by one that names the file.
 
     Raises:
-        `ValueError`: instead of any error but this and `OSError`.
+        `ValueError`: for any error except `ValueError` and `OSError`, which pass.
     """
     try:
         yield
@@ -68,13 +69,13 @@ def digests(folder: str | Path) -> dict[str, str]:
 
 
 def is_weight_file_name(name: Any) -> bool:
-    """Whether this names a safetensors file that lies beside its config.json."""
+    """Whether `name` is the name of a safetensors file in the folder of config.json."""
     return isinstance(name, str) and name.endswith(".safetensors") and not set(name) & set("/\\\0")
 
 
 def weight_files(repository: str, variant: str | None = None, **loading: Any) -> list[Path]:
     """
-    The files that hold a checkpoint's weights, downloaded where need be.
+    The files with a checkpoint's weights. They are downloaded if they are on the Hub only.
 
     Args:
         repository (`str`): a folder, or a repository of the Hub.
@@ -82,7 +83,7 @@ def weight_files(repository: str, variant: str | None = None, **loading: Any) ->
         loading: arguments of [`~transformers.utils.cached_file`], such as `revision` and `token`.
 
     Raises:
-        `OSError`: if there are none, or their index is not one.
+        `OSError`: if there are none, or their index is damaged.
     """
     single, index = (
         name if variant is None else f"{name[: -len(end)]}.{variant}{end}"
@@ -105,35 +106,48 @@ def weight_files(repository: str, variant: str | None = None, **loading: Any) ->
 
 def refuse_adapter(repository: str, adapter: str | None = None, **loading: Any) -> None:
     """
-    Refuses a checkpoint with a PEFT adapter: where peft is installed, transformers loads the weights of whatever model
-    the adapter names in place of those that were looked at, and the adapter's own, pickled or not, into them.
+    Refuses a checkpoint with a PEFT adapter. If peft is installed, transformers loads the model that the adapter names
+    instead of the weights that were checked, and then the adapter's own weights, which may be pickled.
 
     Args:
         repository, loading: see [`weight_files`].
-        adapter (`str`, *optional*): where `AutoModel` found an adapter already.
+        adapter (`str`, *optional*): the place where `AutoModel` already found an adapter.
 
     Raises:
-        `ValueError`: naming the file and where it is.
+        `ValueError`: if there is an adapter; it names the file and its place.
     """
     if adapter is None and is_peft_available() and find_adapter_config_file(repository, **loading) is not None:
         adapter = repository
     if adapter is not None:
         raise ValueError(
-            f"`{adapter}` has an `{ADAPTER_CONFIG_NAME}`: a drafter takes no adapter, which would change what weights "
-            "are loaded. Remove that file, or give the folder or the repository of a Falcon drafter."
+            f"`{adapter}` has an `{ADAPTER_CONFIG_NAME}`: a drafter takes no adapter, because it changes which "
+            "weights are loaded. Remove that file, or give the folder or the repository of a Falcon drafter."
         )
 
 
 def check_digests(files: Iterable[Path], expected: Mapping[str, str]) -> None:
     """
-    Refuses files that are not those that were saved.
+    Checks that weight files are the files that were saved.
+
+    Args:
+        files (iterable of `Path`): the files that are about to be read.
+        expected (mapping of `str` to `str`): the sha256 of each file, by its name, from `config.json`. It is empty for
+            checkpoints from before digests were kept; their files are not checked.
 
     Raises:
-        `OSError`: naming the file, and both digests.
+        `OSError`: if a file has another digest, or none; it names the file.
     """
+    if not expected:
+        return
     for file in files:
         wanted = expected.get(file.name)
-        found = wanted if wanted is None else _sha256(file)
+        if wanted is None:
+            raise OSError(
+                f"The weight file `{file.name}` in {file.parent} is not in the list of config.json (`weights_sha256`: "
+                f"{', '.join(sorted(expected))}), so it may belong to another drafter. Load one of these files, or "
+                "save the drafter again with `save_pretrained`."
+            )
+        found = _sha256(file)
         if found != wanted:
             raise OSError(
                 f"The weight file `{file.name}` in {file.parent} is damaged or was changed: its sha256 is {found}, "
@@ -146,7 +160,7 @@ def stored_shapes(files: Iterable[Path]) -> Shapes:
     The shape of every tensor in these files, read from their headers.
 
     Raises:
-        `OSError`: naming a file that is no whole safetensors file.
+        `OSError`: if a file is not a complete safetensors file; it names the file.
     """
     shapes: Shapes = {}
     for file in files:
@@ -168,7 +182,7 @@ def _fetch(repository: str, name: str, loading: Mapping[str, Any]) -> Path | Non
     except OSError:
         raise
     except Exception as error:
-        # A transfer that breaks off raises errors of whatever library the Hub's client uses for it.
+        # An interrupted download raises an error of the Hub client's own network library.
         raise OSError(f"`{name}` of `{repository}` could not be downloaded ({error}): try again.") from error
     return None if found is None else Path(found)
 
@@ -193,17 +207,17 @@ def _sha256(file: Path) -> str:
 
 
 def core_files(module_file: str | Path) -> list[Path]:
-    """A module's file and those of its relative imports, theirs included, as transformers itself collects them."""
+    """The file of a module and the files of its relative imports, recursively, as transformers collects them."""
     return sorted({Path(module_file), *map(Path, get_relative_import_files(module_file))})
 
 
 def write_code(module_file: str | Path, folder: str | Path) -> None:
     """
-    Copies into `folder` the files that a model needs, as they are, and `custom_generate/generate.py`.
+    Copies the code of a model into `folder`, unchanged, and `custom_generate/generate.py`.
 
     Args:
-        module_file (`str` or `Path`): the file that the model's class is in. What it imports lies beside it.
-        folder (`str` or `Path`): where the model is saved.
+        module_file (`str` or `Path`): the file of the model's class. The files that it imports are in the same folder.
+        folder (`str` or `Path`): the folder that the model is saved to.
     """
     for file in core_files(module_file):
         _copy(file, Path(folder, file.name))
@@ -225,11 +239,11 @@ def upload(
     create_pr: bool = False,
 ) -> str:
     """
-    Uploads what `save` writes into a folder, in one commit: the repository has all of it or stays as it was.
+    Uploads the files that `save` writes, in one commit: the repository gets all of them, or none.
 
     Args:
-        save (`Callable`): writes a model into the folder that it is given.
-        card (`str`, *optional*): text of the model card. Without one, that of the repository stays.
+        save (`Callable`): writes a model into the folder that it gets.
+        card (`str`, *optional*): the text of the model card. Without it, the repository keeps its card.
         repo_id, commit_message, commit_description, private, token, revision, create_pr:
             See [`PreTrainedModel.push_to_hub`].
 
@@ -255,7 +269,7 @@ def upload(
 
 
 def _copy(source: Path, place: Path) -> None:
-    # A drafter may be saved to where its own code lies.
+    # A drafter may be saved to the folder that its code was loaded from.
     if not (place.exists() and place.samefile(source)):
         shutil.copyfile(source, place)
 
@@ -265,7 +279,7 @@ def weights_fingerprint(model: PreTrainedModel) -> str | None:
     A short hash of a model's weights that is the same for its float32 and its bfloat16 copy.
 
     Returns:
-        `str` or `None`: the hash; `None` where the weights cannot be compared (float16, or not materialised).
+        `str` or `None`: the hash; `None` if the weights cannot be compared (float16, or on the meta device).
     """
     matrices = [p for p in model.parameters() if p.dim() == 2]
     stride = max(1, len(matrices) // _FINGERPRINT_TENSORS)
@@ -282,12 +296,12 @@ def weights_fingerprint(model: PreTrainedModel) -> str | None:
 
 
 def _some_values(matrix: torch.Tensor) -> torch.Tensor:
-    # A packed weight keeps these: all of it would have to be unpacked to read some of it.
+    # A packed weight keeps these values, because it must be unpacked as a whole to read any of them.
     own = getattr(matrix, "some_values", None)
     return some_values(matrix) if own is None else own
 
 
 def some_values(matrix: torch.Tensor) -> torch.Tensor:
-    """The values by which a matrix is recognised: few of them, spread over all of it."""
+    """A sample of a matrix's values, spread over the whole matrix, that identifies the matrix."""
     flat = matrix.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // _FINGERPRINT_VALUES)][:_FINGERPRINT_VALUES]

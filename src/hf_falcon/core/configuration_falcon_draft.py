@@ -15,10 +15,10 @@ from transformers.activations import ACT2FN
 
 from .checkpoint_files import is_weight_file_name, reading, weights_fingerprint
 
-# Of config.json and the weights that it describes. It grows when code of before would misread what code of now writes.
+# The version of the format of config.json and the weights. It increases when older code would misread newer files.
 FORMAT = 1
 
-# Sizes from the smallest that works to far beyond any real model: more is a damaged or a hostile file.
+# The range of each size. The largest values are far beyond any real model: they come from a damaged or a hostile file.
 _RANGES = {
     "vocab_size": (1, 2**24),
     "hidden_size": (1, 2**17),
@@ -36,7 +36,7 @@ _LARGEST_HEAD_DIM = 2**12
 
 _MOST_FEATURE_LAYERS = 256
 
-# Fields by which transformers would fetch files or code that a drafter does not have.
+# transformers would load other files or code because of these fields. A drafter has none of them.
 _REFUSED_FIELDS = (
     "quantization_config",
     "fusion_config",
@@ -48,8 +48,8 @@ _REFUSED_FIELDS = (
 
 _ATTENTION = (None, "eager", "sdpa")
 
-# Of what every configuration of transformers has, all that a drafter needs. The rest (labels, sharding plans, ...) is
-# left out, as reading it can go wrong: a number of labels alone makes a name for each.
+# The fields of every transformers configuration that a drafter needs. Other fields (labels, sharding plans, ...) are
+# left out, because a hostile value can harm: for a number of labels, for example, transformers makes as many names.
 _BASE_FIELDS = {
     "architectures",
     "auto_map",
@@ -64,7 +64,8 @@ _BASE_FIELDS = {
     "transformers_version",
 }
 
-# With a large target's sizes most of a drafter's weights would be MLPs, and much of the rest keys' and values'.
+# With the sizes of a large target, most of a drafter's weights would be in MLPs, and many of the rest in the
+# projections of keys and values.
 _WIDEST_DEFAULT_MLP = 2048
 
 _MOST_DEFAULT_KEY_VALUE_HEADS = 8
@@ -74,13 +75,13 @@ class FalconDraftConfig(PreTrainedConfig):
     r"""
     Configuration of a [`FalconDraftModel`], the semi-autoregressive drafter of Falcon (arXiv 2412.12639, section 3).
 
-    Usually made with [`FalconDraftConfig.from_target`], which copies what must agree with the target.
+    [`FalconDraftConfig.from_target`] makes one for a target, with all fields that must equal the target's.
 
     Args:
         vocab_size (`int`, *optional*, defaults to 32000):
-            Vocabulary of the target. transformers demands that it equals the target's.
+            Size of the target's vocabulary. transformers requires both to be equal.
         hidden_size (`int`, *optional*, defaults to 576):
-            Width of the drafter, and of the target's last hidden state, which it reads and predicts.
+            Width of the drafter, and of the target's last hidden state, which the drafter reads and predicts.
         intermediate_size (`int`, *optional*, defaults to 1536):
             Width of the MLP of a decoder layer.
         num_attention_heads (`int`, *optional*, defaults to 9):
@@ -97,17 +98,18 @@ class FalconDraftConfig(PreTrainedConfig):
             Decoder layers under the relaxed causal mask.
         block_anchor (`bool`, *optional*, defaults to `True`):
             Add a projection of the block's last fused input, the newest (feature, token) pair, to every position of
-            the block, one for each place in it. Without it attention must learn to look there, and positions do not
-            know how far ahead they predict. Has no weights at `block_size=1`.
+            the block, with separate weights for each place in it. Without it, attention must learn to read the newest
+            pair, and positions have no information on how far ahead they predict. No weights at `block_size=1`.
         conditioning_size (`int`, *optional*, defaults to 0):
-            Width of the MLP that lets each token of a block depend on the one before it in its branch. With 0,
-            siblings share their children's distribution, as in the paper. Has no weights at `block_size=1`.
+            Width of the MLP that makes each token of a block depend on the token before it in its branch. With 0,
+            siblings share their children's distribution, as in the paper. No weights at `block_size=1`.
         feature_layers (`list[int]`, *optional*, defaults to `[]`):
-            Layers of the target, counted from 0, whose outputs are read beside its feature (EAGLE-3). What is drafted
-            has no such outputs: train with `unroll_passes`, so that the drafter learns to do without.
+            Layers of the target, counted from 0, whose outputs the drafter reads beside the feature (EAGLE-3). Drafted
+            positions have no such outputs: train with `unroll_passes`, so that the drafter learns to predict without
+            them.
         draft_vocab_size (`int`, *optional*):
-            Score only this many of the target's tokens when drafting; their ids are stored in the checkpoint
-            (FR-Spec, EAGLE-3). `None` scores them all.
+            The number of the target's tokens that drafting scores; their ids are stored in the checkpoint (FR-Spec,
+            EAGLE-3). With `None`, drafting scores all tokens.
         hidden_act (`str`, *optional*, defaults to `"silu"`):
             Activation of the MLP.
         rms_norm_eps (`float`, *optional*, defaults to 1e-5):
@@ -119,9 +121,9 @@ class FalconDraftConfig(PreTrainedConfig):
         initializer_range (`float`, *optional*, defaults to 0.02):
             Standard deviation of the initial weights.
         logit_scale (`float`, *optional*, defaults to 1.0):
-            The target multiplies its logits by this (Cohere's `logit_scale`, Granite's 1 / `logits_scaling`).
+            The factor of the target's logits (Cohere's `logit_scale`, Granite's 1 / `logits_scaling`).
         logit_softcapping (`float`, *optional*):
-            The target soft-caps its logits at this value (Gemma 2).
+            The soft cap of the target's logits (Gemma 2).
         target_model_type (`str`, *optional*):
             `model_type` of the target that the drafter was made for.
         target_name_or_path (`str`, *optional*):
@@ -129,16 +131,17 @@ class FalconDraftConfig(PreTrainedConfig):
         target_fingerprint (`str`, *optional*):
             [`weights_fingerprint`] of that target.
         weights_sha256 (`dict[str, str]`, *optional*):
-            The sha256 of each weight file, by its name. Written by [`FalconDraftModel.save_pretrained`]; other files
-            are not loaded.
+            The sha256 of each weight file, by its name. [`FalconDraftModel.save_pretrained`] writes it. Other weight
+            files are not loaded.
         draft_format (`int`, *optional*, defaults to the newest that this code knows):
-            Version of the format. A newer one than this code knows is refused.
+            Version of the format. A newer version is refused.
         kwargs (*optional*):
-            Fields of [`PreTrainedConfig`], such as `eos_token_id` and `dtype`. Those that a drafter does not need are
-            left out, and those that would fetch other files or code are refused.
+            Fields of [`PreTrainedConfig`], for example `eos_token_id` and `dtype`. Fields that a drafter does not need
+            are left out. Fields that would load other files or code are refused.
 
     Raises:
-        `ValueError`: for a field out of range or of another type, naming it, its value and what it may be.
+        `ValueError`: for a field out of range or of another type; it names the field, its value and the allowed
+            values.
     """
 
     model_type = "falcon_draft"
@@ -207,7 +210,7 @@ class FalconDraftConfig(PreTrainedConfig):
         self._validate_values()
         self.feature_layers = list(self.feature_layers)
         self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
-        # The drafter has no embedding of its own, so there is nothing to tie.
+        # The drafter has no embedding of its own that could be tied.
         kwargs.pop("tie_word_embeddings", None)
         super().__init__(tie_word_embeddings=False, **kwargs)
 
@@ -229,8 +232,8 @@ class FalconDraftConfig(PreTrainedConfig):
         width = self.hidden_size // self.num_attention_heads if head_dim is None else head_dim
         if type(width) is not int or not 2 <= width <= _LARGEST_HEAD_DIM or width % 2 != 0:
             raise ValueError(
-                f"`head_dim` is {_shown(width)}: set it to an even integer, as rotary embedding turns pairs, up to "
-                f"{_LARGEST_HEAD_DIM}."
+                f"`head_dim` is {_shown(width)}: set it to an even integer of at most {_LARGEST_HEAD_DIM}, as "
+                "rotary embedding works on pairs."
             )
         size = self.draft_vocab_size
         if size is not None and not (type(size) is int and 1 <= size <= self.vocab_size):
@@ -274,7 +277,7 @@ class FalconDraftConfig(PreTrainedConfig):
             raise ValueError(f"`weights_sha256` is {_shown(files)}: save the drafter again with `save_pretrained`.")
 
     def _validate_other_fields(self, fields: dict[str, Any]) -> None:
-        """transformers makes an attribute of every field, also of one that stands for a file, for code or a method."""
+        """Refuses fields that name files, code or methods: transformers makes an attribute of every field."""
         kind = fields.get("model_type", self.model_type)
         if kind != self.model_type:
             raise ValueError(
@@ -294,7 +297,7 @@ class FalconDraftConfig(PreTrainedConfig):
                 raise ValueError(f"`{field}` is {_shown(value)}: set it to a dtype of torch, such as 'bfloat16'.")
         for field in ("attn_implementation", "_attn_implementation"):
             if fields.get(field) not in _ATTENTION:
-                raise ValueError(f"`{field}` is {_shown(fields[field])}: a drafter knows 'sdpa' only, leave it out.")
+                raise ValueError(f"`{field}` is {_shown(fields[field])}: a drafter has 'sdpa' only, leave it out.")
 
     @classmethod
     def get_config_dict(
@@ -308,10 +311,10 @@ class FalconDraftConfig(PreTrainedConfig):
             if not isinstance(error.__cause__, HFValidationError):
                 raise
             raise OSError(
-                f"`{pretrained_model_name_or_path}` is no folder that is there, and no name of a repository: give the "
-                "folder of a Falcon drafter, or `user/name`."
+                f"`{pretrained_model_name_or_path}` is no folder that is there, and no valid name of a repository: "
+                "give the folder of a Falcon drafter, or `user/name`."
             ) from error
-        # Without the file, transformers goes on with the defaults.
+        # Without the file, transformers would use the defaults.
         if not fields:
             raise OSError(
                 f"`{pretrained_model_name_or_path}` has no `config.json`: give the folder or the repository of a "
@@ -330,23 +333,22 @@ class FalconDraftConfig(PreTrainedConfig):
         """
         The configuration of a drafter for `target`: its vocabulary, special tokens, sizes, name and fingerprint.
 
-        Beside a large target the drafter is to take little memory and time, so it is narrower where its sizes need not
-        be the target's: MLPs are no wider than 2,048 or the hidden size, whichever is more, and at most 8 heads have
-        keys and values.
+        The drafter of a large target should take little memory and time. Its MLPs are therefore at most as wide as
+        2,048 or the hidden size, whichever is more, and it has at most 8 key and value heads.
 
         Args:
             target ([`PreTrainedModel`] or [`PreTrainedConfig`]):
-                The target model, or its configuration alone. The fingerprint of the weights needs the model.
+                The target model, or its configuration alone. Only the model gives the fingerprint of the weights.
             overrides:
-                Fields of [`FalconDraftConfig`] that replace what is copied, such as `block_size`.
+                Fields of [`FalconDraftConfig`] with other values, for example `block_size`.
 
         Returns:
-            [`FalconDraftConfig`]: of a drafter whose weights are still to be trained.
+            [`FalconDraftConfig`]: the configuration of a new, untrained drafter.
         """
         config = target if isinstance(target, PreTrainedConfig) else target.config
         fingerprint = None if isinstance(target, PreTrainedConfig) else weights_fingerprint(target)
         text_config = config.get_text_config(decoder=True)
-        # Only a Llama-like shape can be copied; where the target names it otherwise (GPT-2, OPT) take the usual one.
+        # Only sizes under Llama's names are copied. Targets with other names (GPT-2, OPT) get the usual sizes.
         hidden_size = text_config.hidden_size
         heads = _field(text_config, "num_attention_heads") or max(1, hidden_size // 64)
         head_dim = _field(text_config, "head_dim")
@@ -384,13 +386,13 @@ class FalconDraftConfig(PreTrainedConfig):
 
 
 def _shown(value: Any) -> str:
-    """A value as an error shows it, cut where a file holds a very long one."""
+    """A value for an error message, at most 200 characters of it."""
     text = repr(value)
     return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _field(config: PreTrainedConfig, name: str) -> Any:
-    """A field of a target's configuration; `None` where there is none, or one for each layer (Gemma 4)."""
+    """A field of a target's configuration; `None` if there is none, or one for each layer (Gemma 4)."""
     try:
         return getattr(config, name, None)
     except RuntimeError:

@@ -1,9 +1,9 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-What a round costs on this machine: the target's time for n nodes, and a draft pass's (Sequoia; DDTree).
+What a round costs on this machine: the target's time for n nodes, and the time of a draft pass (Sequoia; DDTree).
 
-The curve of the target is measured once, in a second or two, and kept on disk. How fast the machine is at the moment,
-and what drafting costs, follow from the rounds themselves.
+The target's curve is measured once, in a second at most, and kept on disk. The machine's speed at the moment, and the
+cost of drafting, are measured by the rounds themselves.
 """
 
 from __future__ import annotations
@@ -26,19 +26,24 @@ from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
 from .checkpoint_files import weights_fingerprint
+from .hook import attention_implementation
 
 logger = logging.get_logger(__name__)
 
 # Draft nodes at which the target is timed; between them its time is interpolated.
 _SIZES = (0, 1, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127)
-_MEASURING_SECONDS = 2.0
+_MEASURING_SECONDS = 1.0
 _REPEATS = 4
+# A call of fewer tokens ends sooner than a measurement.
+_FEWEST_TOKENS = 8
 # Weight of a new round in a running mean.
 _NEW = 0.1
-# Kept times are compared at about this many draft nodes, and measured anew where they are off by more than a factor.
+# Kept times are compared at about this many draft nodes, and measured anew where they differ by more than a factor.
 _CHECKED_SIZE, _TOLERANCE = 7, 1.25
-# Until a draft pass was timed it is taken to cost this many of the target's steps.
-_UNMEASURED_PASS = 0.1
+# What a draft pass and a commit cost before they were timed, in plain steps, and the factor between the costs that
+# decisions are made with. They stand still while the measured mean stays near: in bfloat16 the size of a tree decides
+# how its logits are rounded, so costs that change with every timing would flip near-ties from run to run.
+_UNMEASURED_PASS, _STEP = 0.1, 1.5
 
 
 class Stopwatch:
@@ -55,7 +60,7 @@ class Stopwatch:
 
 class Costs:
     """
-    Times of one target with one drafter, in units of the target's step for a single token (a plain step).
+    Costs of rounds of one target with one drafter, in plain steps: the unit is the target's time for a single token.
 
     Args:
         seconds (`dict[int, float]`): seconds of the target's forward for the root and some number of draft nodes; with
@@ -66,7 +71,8 @@ class Costs:
         self.seconds = seconds
         self.draft_pass = _UNMEASURED_PASS
         self.commit = _UNMEASURED_PASS
-        # Seconds of a plain step at the moment: at another context length or load all forwards are slower alike.
+        self._mean_pass = self._mean_commit = _UNMEASURED_PASS
+        # Seconds of a plain step at the moment: at another context length or load all forwards slow down alike.
         self._plain_seconds = seconds[0]
 
     def target(self, max_nodes: int) -> list[float]:
@@ -85,7 +91,8 @@ class Costs:
         tokens, known = [rows * (size + 1) for size in sizes], [self.seconds[size] for size in sizes]
         found = Costs({size: _interpolate(max(fewer * (size + 1), rows), tokens, known) for size in sizes})
         slower = self.seconds[0] / found.seconds[0] * fewer / rows
-        found.draft_pass, found.commit = self.draft_pass * slower, self.commit * slower
+        found.draft_pass = found._mean_pass = self.draft_pass * slower
+        found.commit = found._mean_commit = self.commit * slower
         return found
 
     def observe_target(self, cost: float, seconds: float) -> None:
@@ -97,10 +104,21 @@ class Costs:
     def observe_drafting(self, commit_seconds: float | None, pass_seconds: float, passes: int) -> None:
         """Takes the seconds of a round's drafting: of its commit, where known, and of all its `passes` after it."""
         if commit_seconds is not None:
-            self.commit += _NEW * (min(commit_seconds / self._plain_seconds, 1.0) - self.commit)
+            self._mean_commit += _NEW * (min(commit_seconds / self._plain_seconds, 1.0) - self._mean_commit)
+            self.commit = _steady(self.commit, self._mean_commit)
         if passes:
             found = pass_seconds / passes / self._plain_seconds
-            self.draft_pass += _NEW * (min(found, 1.0) - self.draft_pass)
+            self._mean_pass += _NEW * (min(found, 1.0) - self._mean_pass)
+            self.draft_pass = _steady(self.draft_pass, self._mean_pass)
+
+
+def _steady(cost: float, mean: float) -> float:
+    """`cost`, moved by whole steps until it is within one step of `mean`."""
+    while mean > cost * _STEP:
+        cost *= _STEP
+    while mean < cost / _STEP:
+        cost /= _STEP
+    return cost
 
 
 def _interpolate(nodes: int, sizes: Sequence[int], known: Sequence[float]) -> float:
@@ -119,6 +137,7 @@ def measure(
     device: torch.device,
     seconds: float = _MEASURING_SECONDS,
     repeats: int = _REPEATS,
+    tokens: float = math.inf,
 ) -> dict[int, float]:
     """
     Times the target's forward, for several numbers of nodes.
@@ -127,11 +146,12 @@ def measure(
         forward (`Callable[[int], None]`): runs the target over the root and that many draft nodes.
         max_nodes (`int`): draft nodes, at most.
         device (`torch.device`): where the target runs.
-        seconds (`float`, *optional*, defaults to 2): no further forward begins after this.
+        seconds (`float`, *optional*, defaults to 1): no further forward begins after this.
         repeats (`int`, *optional*, defaults to 4): times that a size is timed again, at most.
+        tokens (`float`, *optional*): no further forward begins after the time of so many plain steps, either.
 
     Returns:
-        `dict[int, float]`: the shortest time of each, in seconds: what else the machine does only adds to it.
+        `dict[int, float]`: the shortest time of each, in seconds: other load of the machine only adds to it.
     """
     # The ends of the curve come first: where a forward takes long, there is time for no more. After that each size
     # gets the same time, so that small trees, which choices are mostly between, are timed most often.
@@ -140,7 +160,7 @@ def measure(
     spent, turns = dict.fromkeys(sizes, 0.0), dict.fromkeys(sizes, 0)
     start = time.perf_counter()
     while left := [size for size in sizes if turns[size] < 1 + repeats]:
-        if len(found) > 1 and time.perf_counter() - start > seconds:
+        if len(found) > 1 and time.perf_counter() - start > min(seconds, tokens * found[0]):
             break
         size = min(left, key=spent.__getitem__)
         begin = time.perf_counter()
@@ -156,7 +176,7 @@ def measure(
 
 def in_steps(seconds: dict[int, float], sizes: Sequence[int]) -> dict[int, float]:
     """
-    Times of a target whose trees are filled up to one of a few sizes: all that are filled up to one take as long.
+    Times of a target whose trees are padded to one of a few sizes: all trees that are padded to one size take as long.
 
     Args:
         seconds (`dict[int, float]`): see [`Costs`].
@@ -164,7 +184,7 @@ def in_steps(seconds: dict[int, float], sizes: Sequence[int]) -> dict[int, float
             are.
     """
     found = dict(seconds)
-    # A single token is not filled up.
+    # A single token is not padded.
     for first, end in itertools.pairwise((0 if 1 in sizes else 1, *sizes)):
         measured = [value for nodes, value in seconds.items() if first <= nodes < end]
         if measured:
@@ -179,10 +199,10 @@ def cache_folder() -> Path:
 
 
 def still_valid(
-    seconds: dict[int, float], forward: Callable[[int], object], device: torch.device, repeats: int = 2
+    seconds: dict[int, float], forward: Callable[[int], object], device: torch.device, repeats: int = 1
 ) -> bool:
     """
-    Whether times that were kept are still those of this machine: they may come from a moment when it was busy.
+    Whether times that were kept still hold on this machine: they may come from a moment when it was busy.
 
     Args:
         seconds (`dict[int, float]`): see [`Costs`].
@@ -228,21 +248,63 @@ class CostKey(NamedTuple):
         compiled: tuple[int, ...] = (),
     ) -> CostKey:
         """
-        Those of a target now, with `context` tokens before it in each of `rows` rows, and rounds of `compiled` tokens
-        compiled.
+        The key of a target now, with `context` tokens before it in each of `rows` rows, and rounds of `compiled`
+        tokens compiled.
         """
         device = target.device
         return cls(
             rows=rows,
             max_nodes=max_nodes,
             context=next(length for length in (2048 * 4**step for step in itertools.count()) if context <= length),
-            attention=getattr(target.config.get_text_config(decoder=True), "_attn_implementation", None),
+            attention=attention_implementation(target.config.get_text_config(decoder=True)),
             dtype=str(target.dtype),
             device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
             threads=torch.get_num_threads(),
             packed=packed,
             compiled=compiled,
         )
+
+
+def costs_of(
+    target: PreTrainedModel,
+    key: CostKey,
+    known: dict[CostKey, Costs],
+    forward: Callable[[int], object],
+    tokens: int,
+) -> Costs | None:
+    """
+    The costs for a key: known to this process, or kept on disk, or derived from the costs of more rows, or measured
+    now.
+
+    Args:
+        target ([`PreTrainedModel`]): the target.
+        key ([`CostKey`]): what its times depend on.
+        known (`dict[CostKey, Costs]`): costs that this process knows; what is found is added.
+        forward (`Callable[[int], None]`): see [`measure`].
+        tokens (`int`): tokens that the call may still generate. It is not made to wait longer than these would take.
+
+    Returns:
+        [`Costs`], or `None` where they are unknown and the call is too short to measure them.
+    """
+    if key in known:
+        return known[key]
+    if tokens < _FEWEST_TOKENS:
+        return None
+    seconds = load(target, key)
+    more_rows = [each for each in list(known) if each.rows > key.rows and each[1:] == key[1:]]
+    if seconds is not None and still_valid(seconds, forward, target.device):
+        known[key] = Costs(in_steps(seconds, key.compiled))
+    elif more_rows:
+        nearest = min(more_rows)
+        known[key] = known[nearest].of_fewer_rows(nearest.rows, key.rows)
+    else:
+        logger.warning_once(
+            "Falcon measures what the target's forward costs on this machine: once, for a second at most."
+        )
+        seconds = measure(forward, key.max_nodes, target.device, tokens=tokens)
+        save(target, key, seconds)
+        known[key] = Costs(in_steps(seconds, key.compiled))
+    return known[key]
 
 
 def load(target: PreTrainedModel, cost_key: CostKey) -> dict[int, float] | None:
@@ -268,7 +330,7 @@ def save(target: PreTrainedModel, cost_key: CostKey, seconds: dict[int, float]) 
 
 
 def _file(target: PreTrainedModel, cost_key: CostKey) -> tuple[Path, dict[str, Any]]:
-    """The file of a target's times, and what it is for."""
+    """The file of a target's times, and the key that it holds."""
     key = {
         **cost_key._asdict(),
         "target": weights_fingerprint(target) or type(target).__name__,

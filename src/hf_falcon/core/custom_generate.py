@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-`target.generate(**inputs, custom_generate=repository, trust_remote_code=True)`: decoding with the drafter of the
-repository that this file lies in, as `custom_generate/generate.py`.
+`target.generate(**inputs, custom_generate=repository, trust_remote_code=True)`: decoding with the drafter of a
+repository. This file is `custom_generate/generate.py` in the repository.
 """
 
 from __future__ import annotations
@@ -12,20 +12,20 @@ from typing import Any
 
 from transformers import AutoModel, PreTrainedModel
 
-# What `generate` hands on of the arguments that say how a repository is read.
+# The arguments for reading a repository that `generate` passes on.
 _LOADING = ("revision", "token", "cache_dir", "force_download", "local_files_only", "proxies")
-# The last drafter of each target: loaded once, and gone with its target.
+# The last drafter of each target. It is loaded once, and freed with its target.
 _drafters: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = weakref.WeakKeyDictionary()
 
 
 def generate(model: PreTrainedModel, **kwargs: Any) -> Any:
     """
     `model.generate(assistant_model=drafter, **kwargs)` with the repository's drafter, in the target's dtype and on its
-    device. `revision`, `token`, `cache_dir`, `force_download`, `local_files_only` and `proxies` say how it is loaded.
+    device. `revision`, `token`, `cache_dir`, `force_download`, `local_files_only` and `proxies` are for loading it.
 
     Args:
         model ([`PreTrainedModel`]): the target, whose `generate` was called.
-        kwargs: the arguments of that call. An `assistant_model` among them is used instead of the repository's.
+        kwargs: the arguments of that call. An `assistant_model` among them replaces the repository's drafter.
     """
     loading = {name: kwargs.pop(name) for name in _LOADING if name in kwargs}
     drafter = kwargs.pop("assistant_model", None)
@@ -38,7 +38,7 @@ def _load(model: PreTrainedModel, repository: str, loading: dict[str, Any]) -> P
     wanted = (repository, loading.get("revision"), str(model.dtype), str(model.device))
     known, drafter = _drafters.get(model, (None, None))
     if drafter is None or known != wanted or loading.get("force_download"):
-        # This file only runs where the user trusts the repository's code.
+        # This file only runs if the user trusts the repository's code.
         drafter = AutoModel.from_pretrained(repository, dtype=model.dtype, trust_remote_code=True, **loading)
         drafter = drafter.to(model.device).eval()
         _drafters[model] = (wanted, drafter)
@@ -46,7 +46,7 @@ def _load(model: PreTrainedModel, repository: str, loading: dict[str, Any]) -> P
 
 
 def _repository() -> str:
-    """The `custom_generate` of the call: transformers does not pass on where it found this file."""
+    """The `custom_generate` of the call, from its frame: transformers does not pass on where it found this file."""
     frame = inspect.currentframe()
     while frame is not None:
         found = frame.f_locals.get("custom_generate") if frame.f_code.co_name == "generate" else None

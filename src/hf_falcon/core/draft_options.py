@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Options of drafting, read from a drafter's `generation_config`."""
+"""Options of drafting, read from a drafter's `generation_config` and from a `generate` call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 from transformers import GenerationConfig
 
-# Far beyond what pays: more is a damaged or a hostile file, and would take all memory.
+from .hook import call_settings, default_generation_params
+
+# Larger values never pay. They come from a damaged or a hostile file, and would take all memory.
 _RANGES = {
     "num_assistant_tokens": (1, 4096),
     "num_draft_passes": (1, 64),
@@ -18,7 +20,7 @@ _RANGES = {
     "prompt_lookup_num_tokens": (0, 4096),
 }
 _DEEPEST = 1024
-# A drafter that is right this many times as often as it says says nothing.
+# Probabilities that are wrong by a larger factor carry no information.
 _LARGEST_CALIBRATION = 100.0
 _SCHEDULES = ("heuristic", "constant")
 _VERIFICATIONS = ("exact", "speculative", "multi_root")
@@ -28,45 +30,46 @@ _VERIFICATIONS = ("exact", "speculative", "multi_root")
 class DraftOptions:
     """
     Options of drafting. They are fields of `drafter.generation_config`, which is saved with the drafter:
-    `drafter.generation_config.num_assistant_tokens = 16`. A call of `generate` may set other values for itself, as
-    arguments (those that transformers knows) or in its `generation_config` (all of them).
+    `drafter.generation_config.num_assistant_tokens = 16`. All of them are arguments of `generate` and of a pipeline
+    call, too: `target.generate(**inputs, assistant_model=drafter, num_assistant_tokens=16)`. A call may also set them
+    in its `generation_config`. A value of the call counts before the drafter's.
 
     Args:
         num_assistant_tokens (`int`, *optional*, defaults to 32):
-            Draft tokens of the tree that the target verifies in one forward (the node budget), at most.
+            The node budget: the largest number of draft tokens that the target verifies in one forward.
         num_assistant_tokens_schedule (`str`, *optional*, defaults to `"heuristic"`):
-            "heuristic": each round drafts and verifies what pays on this machine, and nothing where nothing pays. It
-            needs a dynamic tree; others are as "constant". "constant": `num_assistant_tokens` every round, and passes
-            by `assistant_confidence_threshold`.
+            "heuristic": each round drafts and verifies as many tokens as pay on this machine, and none if none pay.
+            It needs a dynamic tree; with other trees it is the same as "constant". "constant": each round drafts
+            `num_assistant_tokens` tokens, and `assistant_confidence_threshold` limits the draft passes.
         num_draft_passes (`int`, *optional*, defaults to 6):
-            Draft passes of a round at most; each goes `block_size` tokens deeper.
+            The largest number of draft passes in a round. Each pass goes `block_size` tokens deeper.
         draft_top_k (`int`, *optional*, defaults to 8):
-            Candidates for the children of one node.
+            The number of candidates for the children of one node.
         draft_width (`int`, *optional*, defaults to 6):
-            Nodes that each level of a dynamic tree continues, and so the paths that a draft pass extends.
+            The number of nodes in each level of a dynamic tree that get children: a draft pass extends as many paths.
         draft_tree (`str` or `list[list[int]]`, *optional*, defaults to `"dynamic"`):
             "dynamic": the most probable nodes of each round. "static": a fixed tree of `num_assistant_tokens` nodes.
-            A list of paths, each a list of child ranks from the root, is a fixed tree of one's own.
+            A list of paths is a fixed tree of your own; each path is a list of child ranks from the root.
         assistant_confidence_threshold (`float`, *optional*, defaults to 0.05):
-            With the schedule "constant": no further draft pass once the most probable path is less likely than this.
-            0 always drafts on.
+            With the schedule "constant": no further draft pass runs once the most probable path has a lower
+            probability. With 0, all passes run.
         prompt_lookup_num_tokens (`int`, *optional*, defaults to 32):
-            Tokens of a continuation found in the context that a dynamic tree takes in, at most; they count as nodes. 0
-            looks nothing up.
+            The largest number of prompt lookup tokens in a dynamic tree: if the latest tokens occurred earlier, the
+            tokens that followed them are added to the tree. They count as nodes. 0 turns prompt lookup off.
         verification (`str`, *optional*, defaults to `"exact"`):
-            How drafts are verified when sampling. "exact": the tokens are those that plain decoding draws under the
-            same seed. "speculative": candidates are drawn from the drafter and accepted by the ratio of probabilities.
-            Tokens are distributed as plain decoding's, and are others; at high temperature a good drafter has more of
-            them accepted. The tree is a static one. "multi_root": **biased**, samples are not distributed as plain
-            decoding's. Beside the token that the target drew its likeliest others begin trees, `draft_top_k` together,
-            and the one is kept that most tokens are accepted behind. Both draft trees of `num_assistant_tokens` nodes
-            every round and look nothing up. Greedy decoding, and batches, are as with "exact".
+            How drafts are verified when sampling. "exact": the text is the text of plain decoding under the same seed.
+            "speculative": candidates are drawn from the drafter and accepted by the ratio of probabilities. The text
+            has the distribution of plain decoding, but differs under the same seed; at high temperature, a good
+            drafter gets more tokens accepted. "multi_root": **biased**, the text does not have the distribution of
+            plain decoding. `draft_top_k` tokens start trees: the token that the target drew, and the most probable
+            others. The tree with the most accepted tokens is kept. Both use static trees of `num_assistant_tokens`
+            nodes and no prompt lookup. Greedy decoding and batches are always verified as with "exact".
         draft_calibration (`list[float]`, *optional*, defaults to `()`):
-            How often nodes at depth 1, 2, ... are right, over the drafter's own probability, as `hf-falcon tune`
-            found it. "heuristic" starts from there and learns on.
+            A calibration of the drafter's probabilities: for depth 1, 2, ..., the measured acceptance rate over the
+            drafter's own probability. `hf-falcon tune` measures it. "heuristic" starts from it and updates it.
 
     Raises:
-        `ValueError`: for a value out of range, naming the field, the value and what it may be.
+        `ValueError`: for a value out of range; it names the field, the value and the allowed values.
     """
 
     num_assistant_tokens: int = 32
@@ -119,14 +122,16 @@ class DraftOptions:
         cls, generation_config: GenerationConfig | None, call: GenerationConfig | None = None
     ) -> DraftOptions:
         """
-        The options of a drafter; what its generation configuration leaves out or sets to `None` keeps its default.
+        The options of a drafter, or of one call. A field that is missing or `None` has its default.
 
         Args:
-            generation_config ([`GenerationConfig`] or `None`): the drafter's.
-            call ([`GenerationConfig`], *optional*): that of a `generate` call; what it sets itself wins.
+            generation_config ([`GenerationConfig`] or `None`): the configuration of the drafter.
+            call ([`GenerationConfig`], *optional*):
+                The configuration of a `generate` call. Fields that the user set for the call replace the drafter's;
+                see [`set_by_call`].
 
         Returns:
-            [`DraftOptions`]: those that they set.
+            [`DraftOptions`]: the options.
         """
         given = {field.name: getattr(generation_config, field.name, None) for field in fields(cls)}
         given |= {name: value for name in given if (value := set_by_call(call, name)) is not None}
@@ -139,8 +144,16 @@ def _is_calibration(share: Any) -> bool:
 
 def set_by_call(call: GenerationConfig | None, name: str) -> Any:
     """
-    What the configuration of a `generate` call sets a field to, or `None`. `generate` fills in transformers' defaults
-    (20 assistant tokens, say): a value equal to its default cannot be told from one that was left out.
+    The value that a `generate` call sets for a field, in its arguments or its configuration, or `None`.
+
+    Args:
+        call ([`GenerationConfig`] or `None`):
+            The configuration that `generate` prepared. The hook notes on it which values the user set. In a
+            configuration from elsewhere, a value that equals transformers' default counts as not set.
+        name (`str`): the field.
     """
+    settings = call_settings(call)
+    if settings is not None:
+        return settings.get(name)
     value = getattr(call, name, None)
-    return None if value == GenerationConfig._get_default_generation_params().get(name) else value
+    return None if value == default_generation_params().get(name) else value

@@ -1,9 +1,10 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""The drafter as a model of transformers: loaded, saved, shared, and handed to `generate`."""
+"""The drafter as a transformers model: it is loaded, saved, pushed to the Hub, and passed to `generate`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -25,26 +26,27 @@ from .checkpoint_files import (
 from .configuration_falcon_draft import FalconDraftConfig
 from .decoding import assisted_decoding
 from .draft_options import DraftOptions
-from .hook import install
+from .hook import install, keep_custom_fields, read_logits_to_keep
 from .modeling_falcon_draft import FalconDraftNetwork
 
 
 class FalconDraftModel(FalconDraftNetwork):
     """
-    The Falcon drafter (arXiv 2412.12639): its network, as a model that transformers loads, saves, shares and takes as
-    an assistant. Constructing one, also as custom code from the Hub, makes `target.generate(assistant_model=drafter)`
-    work.
+    The Falcon drafter (arXiv 2412.12639): its network, as a model that transformers loads, saves, pushes to the Hub
+    and takes as an assistant. To construct one, also from custom code of the Hub, installs the hook for
+    `target.generate(assistant_model=drafter)`.
 
     Args:
-        config ([`FalconDraftConfig`]): its configuration. The weights are new; [`FalconDraftModel.from_pretrained`]
-            loads trained ones.
+        config ([`FalconDraftConfig`]): its configuration. The weights are new;
+            [`FalconDraftModel.from_pretrained`] loads trained weights.
     """
 
-    # The hook knows a drafter by this mark and not by its class: code loaded from the Hub is another module.
+    # The hook recognises a drafter by this attribute. The class differs: code loaded from the Hub is another module.
     is_falcon_drafter = True
+    # The hook passes these arguments of `generate` on to the decoding loop.
+    draft_option_names = tuple(field.name for field in fields(DraftOptions))
 
-    # transformers' own loop asks for it before it calls `generate`, which says what is wrong.
-    _supports_logits_to_keep = GenerationMixin._supports_logits_to_keep
+    _supports_logits_to_keep = read_logits_to_keep
 
     def __init__(self, config: FalconDraftConfig):
         super().__init__(config)
@@ -52,7 +54,7 @@ class FalconDraftModel(FalconDraftNetwork):
 
     @classmethod
     def can_generate(cls) -> bool:
-        """Drafting options live in `generation_config`, which transformers saves and loads with such models."""
+        """`True`: transformers then saves and loads `generation_config`, which has the drafting options."""
         return True
 
     @classmethod
@@ -60,19 +62,19 @@ class FalconDraftModel(FalconDraftNetwork):
         cls, pretrained_model_name_or_path: Any, *args: Any, output_loading_info: bool = False, **kwargs: Any
     ) -> Any:
         """
-        As [`PreTrainedModel.from_pretrained`], but from safetensors files only, and incomplete checkpoints are
-        refused, before their weights take memory.
+        As [`PreTrainedModel.from_pretrained`], but from safetensors files only. Incomplete checkpoints are refused
+        before their weights take memory.
 
         Raises:
-            `ValueError`: if weights are missing, unexpected or of another shape: a drafter that half loads still
-                generates the right text, at no speed-up, so nobody would notice. Or for a configuration or drafting
-                options out of range.
-            `OSError`: if a weight file is not there, damaged, or not the one that was saved.
+            `ValueError`: if weights are missing, unexpected or of another shape. A drafter with missing weights would
+                still generate the right text, only without a speed-up, so nobody would notice. Also for a
+                configuration or drafting options out of range.
+            `OSError`: if a weight file is missing, damaged, or not a file that was saved with the drafter.
         """
         kwargs["use_safetensors"] = True
         if pretrained_model_name_or_path is not None:
             cls._check_files(str(pretrained_model_name_or_path), kwargs)
-        # transformers' own error for a shape does not say which weight has it.
+        # transformers' own error for a shape does not name the weight.
         kwargs["ignore_mismatched_sizes"] = True
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         _refuse_problems(pretrained_model_name_or_path, info)
@@ -81,7 +83,7 @@ class FalconDraftModel(FalconDraftNetwork):
 
     @classmethod
     def _check_files(cls, repository: str, kwargs: Mapping[str, Any]) -> None:
-        """Compares what a checkpoint's files hold with what its configuration asks for."""
+        """Compares the tensors in a checkpoint's files with the tensors that its configuration requires."""
         names = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
         loading = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
         adapter = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
@@ -92,7 +94,7 @@ class FalconDraftModel(FalconDraftNetwork):
         files = weight_files(repository, kwargs.get("variant"), **loading)
         check_digests(files, config.weights_sha256)
         stored = stored_shapes(files)
-        # A field that is not ours may have a value that only fails where it is used.
+        # An invalid value in a field of transformers may only fail when the network is built.
         with reading("config.json"), torch.device("meta"), init.no_init_weights():
             wanted: Shapes = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
         _refuse_problems(
@@ -112,15 +114,14 @@ class FalconDraftModel(FalconDraftNetwork):
         self, save_directory: Any, is_main_process: bool = True, push_to_hub: bool = False, **kwargs: Any
     ) -> None:
         """
-        As [`PreTrainedModel.save_pretrained`]. The folder is self-contained: the drafting options and the code that
-        drafts go along, so `AutoModel.from_pretrained(folder, trust_remote_code=True)` needs no `hf_falcon`.
+        As [`PreTrainedModel.save_pretrained`]. The folder is self-contained: it includes the drafting options and the
+        code of the drafter, so `AutoModel.from_pretrained(folder, trust_remote_code=True)` needs no `hf_falcon`.
         """
         hub = {
             name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private", "create_pr") if name in kwargs
         }
-        # A generation configuration that counts as made from the model's config loses custom fields when it is loaded.
-        self.generation_config._from_model_config = False
-        # A subclass may be defined anywhere, and its code would not load from one folder.
+        keep_custom_fields(self.generation_config)
+        # The code of a subclass may be anywhere, and one folder could not hold it.
         has_code = type(self).__module__ == __name__
         if has_code:
             self.config.auto_map = {
@@ -134,7 +135,7 @@ class FalconDraftModel(FalconDraftNetwork):
             return
         if has_code:
             write_code(__file__, save_directory)
-        # Of the files, so known only now.
+        # The digests of the files, which exist only now.
         self.config.weights_sha256 = digests(save_directory)
         self.config.save_pretrained(save_directory)
         if push_to_hub:
@@ -143,13 +144,13 @@ class FalconDraftModel(FalconDraftNetwork):
 
     def push_to_hub(self, repo_id: str, **kwargs: Any) -> str:
         """
-        Uploads what [`FalconDraftModel.save_pretrained`] writes, in one commit. The card (`README.md`) of the folder
-        that the drafter was loaded from goes along.
+        Uploads the files of [`FalconDraftModel.save_pretrained`] in one commit, with the card (`README.md`) of the
+        folder that the drafter was loaded from.
 
         Args:
-            repo_id (`str`): the repository, `"user/name"`; made if it is not there.
+            repo_id (`str`): the repository, `"user/name"`. It is created if it does not exist.
             kwargs: `commit_message`, `commit_description`, `private`, `token`, `revision`, `create_pr`, as in
-                [`PreTrainedModel.push_to_hub`], and `card` (`str`), a card's text to use instead.
+                [`PreTrainedModel.push_to_hub`], and `card` (`str`), the text of another card.
 
         Returns:
             `str`: the address of the commit.
@@ -161,35 +162,36 @@ class FalconDraftModel(FalconDraftNetwork):
 
     def assisted_decoding(self, target: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         """
-        Runs the decoding loop of this drafter's own code. `target.generate(assistant_model=drafter)` comes here.
+        Runs the decoding loop of this drafter's own code. The hook calls it for
+        `target.generate(assistant_model=drafter)`.
 
         Args:
             target ([`PreTrainedModel`]): the target, whose `generate` was called.
-            args, kwargs: what `generate` gives its assisted decoding: tokens, processors, stopping criteria, ...
+            args, kwargs: the arguments of [`~decoding.assisted_decoding`], which `generate` prepared.
 
         Returns:
-            What `generate` returns: `torch.LongTensor` of the tokens, or a [`FalconGenerateOutput`] with
+            `torch.LongTensor` of shape `(batch, length)`, or a [`FalconGenerateOutput`] with
             `return_dict_in_generate=True`.
         """
         return assisted_decoding(target, self, *args, **kwargs)
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
         """
-        As [`PreTrainedModel.adjust_generation_fn`]: loads the drafting options. The repository's custom generation is
-        for targets and does not replace ours.
+        As [`PreTrainedModel.adjust_generation_fn`]: loads the drafting options. The repository's `custom_generate` is
+        for targets, and is not loaded.
         """
         with reading("generation_config.json"):
             GenerationMixin.adjust_generation_fn(self, *args, **{**kwargs, "trust_remote_code": False})
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """
-        A drafter proposes tokens to a target and generates nothing by itself.
+        A drafter proposes tokens to a target, and generates no text by itself.
 
         Args:
             args, kwargs: not used.
 
         Raises:
-            `TypeError`: always, saying what to call.
+            `TypeError`: always; it names the call to use.
         """
         raise TypeError(
             "A Falcon drafter generates nothing by itself: call `target.generate(**inputs, assistant_model=drafter)`, "

@@ -1,37 +1,78 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""The hook that makes `generate(assistant_model=drafter)` work: transformers has no plug-in point for it."""
+"""
+The hook: it makes `generate(assistant_model=drafter)` work, as transformers has no plug-in point for it.
+
+This is also the only file that uses private names of transformers. The docstring of each function says why it needs
+the name, and what happens if a version of transformers lacks it.
+"""
 
 from __future__ import annotations
 
 import functools
+import inspect
+import os
+import weakref
 from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
-from transformers import GenerationConfig, GenerationMixin
+import torch
+import transformers
+from torch import Tensor
+from transformers import (
+    AttentionInterface,
+    AutoModel,
+    Cache,
+    GenerationConfig,
+    GenerationMixin,
+    LogitsProcessor,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.generation.configuration_utils import GenerationMode
 
-# Set on the wrappers, so that two copies of this file (the installed package, code from the Hub) wrap once.
+# Set on the wrappers. Two copies of this file (the installed package, and code from the Hub) then wrap once.
 _MARK = "_is_falcon_hook"
-# Its value: what the wrappers can do. The newer of two copies wraps, and must serve the drafters of every older one:
-# each drafter brings its own decoding loop, so all that they share is how the hook finds and calls it.
-_VERSION = 2
+# The value of the mark: 1 wrapped `_assisted_decoding`, 2 also `_validate_generation_mode`, 3 also `generate`. The
+# newest copy wraps, and serves the drafters of all copies: each drafter brings its own decoding loop, and the hook
+# only prepares the arguments and calls `drafter.assisted_decoding`. An older copy leaves newer wrappers in place.
+# Drafters of version 1 and 2 read their options from the attributes of `generation_config`.
+_VERSION = 3
 _disabled = False
+
+# The options of drafters whose code is older than the attribute `draft_option_names`, without the fields that
+# `GenerationConfig` has itself.
+_OLD_OPTION_NAMES = (
+    "num_draft_passes",
+    "draft_top_k",
+    "draft_width",
+    "draft_tree",
+    "verification",
+    "draft_calibration",
+)
+# The attribute of a prepared generation configuration that holds the settings of the call.
+_SETTINGS = "_falcon_call_settings"
+# The settings of the `generate` call that this thread or task is in: `generate` passes on no argument of ours.
+_settings_of_call: ContextVar[dict[str, Any] | None] = ContextVar("settings_of_call", default=None)
+# The drafter that each target loaded last by its name. It is freed with its target.
+_loaded: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = weakref.WeakKeyDictionary()
 
 
 def install() -> None:
     """
-    Lets transformers' assisted decoding hand Falcon drafters to their own decoding loop; every other assistant goes
-    on as before. Runs on import and when a drafter is made. Does nothing after [`disable`], or where another copy of
-    this code, as new or newer, was first.
+    Wraps `generate` and transformers' assisted decoding. A call with a Falcon drafter then runs the drafter's own
+    decoding loop; a call with any other assistant runs as before. This happens on import and when a drafter is made.
+    Nothing happens after [`disable`], or if another copy of this code, of the same or a newer version, came first.
     """
     for name, wrap in _WRAPPERS.items():
-        stock = getattr(GenerationMixin, name)
+        stock = getattr(GenerationMixin, name, None)
         installed = int(getattr(stock, _MARK, 0))
-        if _disabled or installed >= _VERSION:
+        if stock is None or _disabled or installed >= _VERSION:
             continue
         if installed:
             stock = stock.__wrapped__
-        # `wraps`, as `generate` reads the signature.
+        # `wraps`, because `generate` reads the signature of the method that it calls.
         wrapper = functools.wraps(stock)(wrap(stock))
         setattr(wrapper, _MARK, _VERSION)
         setattr(GenerationMixin, name, wrapper)
@@ -45,37 +86,148 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Gives transformers its own assisted decoding back, for every drafter, until [`enable`]."""
+    """Restores transformers' own methods, for every drafter, until [`enable`]."""
     global _disabled
     _disabled = True
     for name in _WRAPPERS:
-        if getattr(getattr(GenerationMixin, name), _MARK, False):
+        if getattr(getattr(GenerationMixin, name, None), _MARK, False):
             setattr(GenerationMixin, name, getattr(GenerationMixin, name).__wrapped__)
 
 
+def call_settings(generation_config: GenerationConfig | None) -> dict[str, Any] | None:
+    """
+    The fields of a generation configuration that the user set for a `generate` call: as arguments of the call, in its
+    `generation_config`, or in the target's. Values that `generate` filled in are not among them.
+
+    Args:
+        generation_config ([`GenerationConfig`] or `None`): the configuration that `generate` gave the decoding loop.
+
+    Returns:
+        `dict`, or `None` if the configuration does not come from `generate` with a Falcon drafter.
+    """
+    return getattr(generation_config, _SETTINGS, None)
+
+
 def _is_drafter(assistant: Any) -> bool:
+    # By an attribute and not by class: code loaded from the Hub is another module.
     return assistant is not None and getattr(type(assistant), "is_falcon_drafter", False)
 
 
-def _with_drafters(stock: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """
+    Wraps `generate`, which is public. It refuses arguments that it does not know, and it fills in defaults before it
+    calls any other method: only a wrapper of `generate` sees the options of a call.
+    """
+    signature = inspect.signature(stock)
+
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(self, *args, **kwargs)
+        more: dict[str, Any] = call.arguments.setdefault("kwargs", {})
+        assistant = call.arguments.get("assistant_model")
+        # A custom `generate` gets all arguments unchanged. If it calls `generate` again, this wrapper runs then.
+        if assistant is None or call.arguments.get("custom_generate") is not None:
+            return stock(self, *args, **kwargs)
+        if isinstance(assistant, (str, os.PathLike)):
+            assistant = _load_drafter(self, assistant, more.get("trust_remote_code"))
+        if not _is_drafter(assistant):
+            return stock(self, *args, **kwargs)
+        _private(GenerationMixin, "_assisted_decoding", "hand a call to the drafter")
+        call.arguments["assistant_model"] = assistant
+        names = _option_names(assistant)
+        settings = _settings_in(getattr(self, "generation_config", None))
+        settings |= _settings_in(call.arguments.get("generation_config"))
+        # An argument that is `None` unsets the field.
+        settings |= {name: value for name, value in more.items() if name in names or _has_field(name)}
+        for name in names:
+            if not _has_field(name):
+                more.pop(name, None)
+        token = _settings_of_call.set(settings)
+        try:
+            return stock(*call.args, **call.kwargs)
+        finally:
+            _settings_of_call.reset(token)
+
+    return generate
+
+
+def _option_names(drafter: Any) -> tuple[str, ...]:
+    return getattr(type(drafter), "draft_option_names", _OLD_OPTION_NAMES)
+
+
+@functools.cache
+def _has_field(name: str) -> bool:
+    """Whether `GenerationConfig` has a field of this name. `generate` takes such an argument by itself."""
+    return hasattr(GenerationConfig(), name)
+
+
+def _settings_in(config: GenerationConfig | None) -> dict[str, Any]:
+    """The fields that a configuration sets. transformers leaves fields at `None` until a call needs their defaults."""
+    found = {name: value for name, value in vars(config).items() if value is not None} if config is not None else {}
+    defaults = default_generation_params()
+    # In transformers 5.17 a pipeline fills in all defaults before it calls `generate`. A field of such a configuration
+    # counts as set if it differs from its default.
+    if defaults and all(name in found for name, value in defaults.items() if value is not None):
+        found = {name: value for name, value in found.items() if name not in defaults or value != defaults[name]}
+    return found
+
+
+def _load_drafter(target: PreTrainedModel, name: str | os.PathLike[str], trust_remote_code: bool | None) -> Any:
+    """
+    Loads the drafter in a folder or a repository of the Hub, in the target's dtype and on its device. Each target
+    loads it once, and again after the folder was saved again. If it is no Falcon drafter, the name itself is returned.
+    """
+    config_file = Path(name, "config.json")
+    saved = config_file.stat().st_mtime_ns if config_file.is_file() else None
+    wanted = (str(name), saved, target.dtype, target.device)
+    known, drafter = _loaded.get(target, (None, None))
+    if drafter is not None and known == wanted:
+        return drafter
+    if PreTrainedConfig.get_config_dict(name)[0].get("model_type") != "falcon_draft":
+        return name
+    # Parameters that are made in inference mode could not be used outside it.
+    with torch.inference_mode(False):
+        drafter = AutoModel.from_pretrained(name, dtype=target.dtype, trust_remote_code=trust_remote_code)
+        drafter = drafter.to(target.device).eval()
+    _loaded[target] = (wanted, drafter)
+    return drafter
+
+
+def _wrap_assisted_decoding(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """
+    Wraps the decoding loop that `generate` runs with an assistant. If transformers lacks it, a call with a drafter
+    raises an error that names it.
+    """
+
     def assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
         assistant: Any = kwargs.get("assistant_model")
         if not _is_drafter(assistant):
             return stock(self, *args, **kwargs)
         for name in ("assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor"):
             kwargs.pop(name, None)
+        settings, config = _settings_of_call.get(), kwargs.get("generation_config")
+        if settings is not None and config is not None:
+            # `generate` has copied the configuration for this call.
+            setattr(config, _SETTINGS, settings)
+            for name in _option_names(assistant):
+                if not _has_field(name) and settings.get(name) is not None:
+                    setattr(config, name, settings[name])
         return assistant.assisted_decoding(self, *args, **kwargs)
 
     return assisted_decoding
 
 
-def _without_limits(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """A drafter takes what plain decoding takes: several sequences a prompt, targets that keep a recurrent state."""
+def _wrap_validate_generation_mode(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """
+    Wraps the checks of `generate` for assisted decoding. A Falcon drafter supports all calls of plain decoding, also
+    several sequences a prompt, and targets that keep a recurrent state. If transformers lacks this method, it may
+    refuse these calls with its own error.
+    """
 
     def validate(self: Any, mode: GenerationMode, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
         if mode == GenerationMode.ASSISTED_GENERATION and _is_drafter(kwargs.get("assistant_model")):
             mode = GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
-            # A drafter says better what target it is for; a tokenizer of its own is refused here.
+            # The drafter's own check of its target has the better error. transformers still refuses an
+            # `assistant_tokenizer`.
             if "assistant_tokenizer" not in kwargs:
                 kwargs = {name: value for name, value in kwargs.items() if name != "assistant_model"}
         stock(self, mode, config, kwargs)
@@ -83,4 +235,177 @@ def _without_limits(stock: Callable[..., Any]) -> Callable[..., Any]:
     return validate
 
 
-_WRAPPERS = {"_assisted_decoding": _with_drafters, "_validate_generation_mode": _without_limits}
+_WRAPPERS = {
+    "generate": _wrap_generate,
+    "_assisted_decoding": _wrap_assisted_decoding,
+    "_validate_generation_mode": _wrap_validate_generation_mode,
+}
+
+
+# Private names that the decoding loop uses.
+
+
+def _private(owner: Any, name: str, use: str) -> Any:
+    """
+    Looks up a private name without which a call cannot go on.
+
+    Raises:
+        `RuntimeError`: if this version of transformers lacks it, with the remedy.
+    """
+    found = getattr(owner, name, None)
+    if found is None:
+        raise RuntimeError(
+            f"transformers {transformers.__version__} has no `{name}`, which hf_falcon needs to {use}: install a "
+            "newer hf_falcon, or an older transformers (5.17 or later)."
+        )
+    return found
+
+
+def prefill(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+    **kwargs: Any,
+) -> Any:
+    """
+    Runs the prompt exactly as plain decoding does: in chunks if the call asks for them, and from a cache that holds
+    some of it already.
+
+    Args:
+        model ([`PreTrainedModel`]): the target.
+        input_ids (`torch.LongTensor` of shape `(batch, length)`): the prompt.
+        generation_config ([`GenerationConfig`]): the configuration that `generate` prepared.
+        model_kwargs (`dict`): the arguments of the model that `generate` prepared.
+        kwargs: more arguments of `_prefill`.
+
+    Returns:
+        The output of the model's forward.
+
+    Raises:
+        `RuntimeError`: if transformers has no `_prefill`.
+    """
+    return _private(model, "_prefill", "run the prompt")(input_ids, generation_config, model_kwargs, **kwargs)
+
+
+def sample(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:
+    """
+    transformers' own decoding without an assistant, greedy or sampling. It runs where the target or the call does not
+    support the verification of trees.
+
+    Args:
+        model ([`PreTrainedModel`]): the target.
+        input_ids (`torch.LongTensor` of shape `(batch, length)`): the prompt.
+        kwargs: the arguments that `generate` prepared, except those of the assistant.
+
+    Raises:
+        `RuntimeError`: if transformers has no `_sample`.
+    """
+    return _private(model, "_sample", "decode without drafts")(input_ids, **kwargs)
+
+
+def default_generation_params() -> dict[str, Any]:
+    """
+    The values that `generate` fills in for fields that nobody set, such as 20 assistant tokens. If transformers lacks
+    this method, the result is empty: a value that was filled in then counts as set by the user.
+    """
+    method = getattr(GenerationConfig, "_get_default_generation_params", None)
+    return {} if method is None else method()
+
+
+def pad_token(generation_config: GenerationConfig) -> Tensor | None:
+    """
+    The token that fills up the rows of a batch that ended early, as `generate` prepared it. If transformers does not
+    prepare it under this name, it is the field `pad_token_id`.
+    """
+    prepared = getattr(generation_config, "_pad_token_tensor", None)
+    if prepared is None and generation_config.pad_token_id is not None:
+        return torch.tensor(generation_config.pad_token_id)
+    return prepared
+
+
+def is_user_defined(cache: Cache) -> bool:
+    """
+    Whether the user passed this cache to `generate` and may use it afterwards. If transformers does not mark caches,
+    none counts as the user's: the cache of a batch then lacks the rows that ended early. Texts do not change.
+    """
+    return getattr(cache, "_is_user_defined", False)
+
+
+def is_stateful(model: PreTrainedModel) -> bool:
+    """
+    Whether a model keeps a recurrent state that cannot be rolled back. If transformers has no such mark, the kinds of
+    the model's layers decide alone.
+    """
+    return getattr(model, "_is_stateful", False)
+
+
+def attention_implementation(config: PreTrainedConfig) -> str | None:
+    """
+    The attention function of a model, such as "sdpa". `None` if it is not set, and if transformers does not keep it
+    under this name.
+    """
+    return getattr(config, "_attn_implementation", None)
+
+
+def allowed_tokens_function(processor: LogitsProcessor) -> Callable[[int, Tensor], list[int]]:
+    """
+    The function that a [`~transformers.PrefixConstrainedLogitsProcessor`] asks for the allowed tokens of a row.
+
+    Raises:
+        `RuntimeError`: if the processor keeps it under another name.
+    """
+    return _private(processor, "_prefix_allowed_tokens_fn", "apply `prefix_allowed_tokens_fn` to a batch")
+
+
+def leave_past_recording(layer: Any) -> None:
+    """
+    Undoes `Cache.activate_past_recording` for one layer, which transformers has no method for. If it stays on, the
+    next forward without a crop fails in transformers 5.17. Layers without the attribute record nothing.
+    """
+    if getattr(layer, "record_past", False):
+        layer.record_past = False
+
+
+def read_logits_to_keep(model: Any) -> Any:
+    """
+    Whether the forward of a model takes `logits_to_keep`. transformers' own loop asks an assistant for this before it
+    calls the assistant's `generate`, whose error says what is wrong. If transformers lacks the method, nobody asks.
+    """
+    method = getattr(GenerationMixin, "_supports_logits_to_keep", None)
+    return False if method is None else method(model)
+
+
+def keep_custom_fields(generation_config: GenerationConfig) -> None:
+    """
+    Makes a generation configuration keep its drafting options when it is saved and loaded: if it counts as made from
+    the model's configuration, transformers drops fields that it does not know. If transformers has no such mark, it
+    has no reason to drop them.
+    """
+    generation_config._from_model_config = False
+
+
+# Attention functions. `AttentionInterface.register` is public; the function that it replaces is not.
+
+try:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+except ImportError:
+    # Attention is then never replaced, which only costs time.
+    sdpa_attention_forward = None
+
+
+def replace_sdpa(old: Callable[..., Any] | None, new: Callable[..., Any]) -> bool:
+    """
+    Makes `new` the attention function "sdpa" of all models, if it is `old` now. Another library may have replaced it,
+    and is left alone. The name is never absent in between: other threads look it up at the same time.
+
+    Args:
+        old, new (`Callable`): functions with the interface of [`sdpa_attention_forward`].
+
+    Returns:
+        `bool`: whether it was replaced.
+    """
+    if old is None or AttentionInterface().get("sdpa") is not old:
+        return False
+    AttentionInterface.register("sdpa", new)
+    return True

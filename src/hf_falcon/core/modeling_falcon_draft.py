@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""The Falcon drafter: a fusion of feature and token, then decoder layers under the relaxed causal mask."""
+"""The network of the Falcon drafter: a fusion of feature and token, then decoder layers with a relaxed causal mask."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ LSTMState = tuple[Tensor, Tensor]
 
 
 class KeyValueCache(Protocol):
-    """What a decoder layer needs of a cache."""
+    """The interface of a cache for a decoder layer."""
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]: ...
 
 
 def relaxed_causal_mask(block_ids: Tensor, valid: Tensor | None = None) -> Tensor:
     """
-    Who sees whom when a sequence is cut in blocks: a position sees its whole block, both ways, and all before it
-    (Falcon, section 3.2).
+    The attention mask of a sequence in blocks: a position sees its whole block, in both directions, and all earlier
+    blocks (Falcon, section 3.2).
 
     Args:
         block_ids (`torch.LongTensor` of shape `(batch, length)`): block of each position, never decreasing.
@@ -38,14 +38,14 @@ def relaxed_causal_mask(block_ids: Tensor, valid: Tensor | None = None) -> Tenso
     """
     visible = block_ids[:, :, None] >= block_ids[:, None, :]
     if valid is not None:
-        # A padding row sees itself, or its softmax would be empty.
+        # A padding row sees itself: the softmax of a row without any position is undefined.
         itself = torch.eye(block_ids.shape[1], dtype=torch.bool, device=block_ids.device)
         visible = visible & (valid[:, None, :] | itself)
     return visible[:, None]
 
 
 def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
-    """0 where `visible`, the lowest value of `dtype` elsewhere: the form that every attention kernel reads alike."""
+    """0 where `visible`, the lowest value of `dtype` elsewhere. All attention kernels read this form the same way."""
     zero = torch.zeros((), dtype=dtype, device=visible.device)
     return torch.where(visible, zero, torch.finfo(dtype).min)
 
@@ -56,7 +56,7 @@ def block_ends(block_ids: Tensor) -> Tensor:
 
 
 def _rotary(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of shape `(batch, length, head_dim)`, in float32: positions are too coarse in bfloat16."""
+    """Cosines and sines of shape `(batch, length, head_dim)`, in float32: bfloat16 cannot hold large positions."""
     exponents = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
     angles = position_ids[..., None].float() * theta**-exponents
     angles = torch.cat((angles, angles), dim=-1)
@@ -70,7 +70,7 @@ def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class FalconRMSNorm(nn.RMSNorm):
-    """`nn.RMSNorm` that stays fused where its weight is kept in another dtype than it runs in (autocast)."""
+    """`nn.RMSNorm` that also uses the fused kernel if the weight has another dtype than the input (autocast)."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         return F.rms_norm(hidden, self.normalized_shape, self.weight.to(hidden.dtype), self.eps)
@@ -97,7 +97,7 @@ class FalconAttention(nn.Module):
         values = self._split(self.v_proj(hidden), self.kv_heads)
         if cache is not None:
             keys, values = cache.update(self.layer, keys, values)
-        # The query heads of a group become rows of one head: no key or value is copied for grouped-query attention.
+        # The query heads of a group become rows of one head. Grouped-query attention then copies no key or value.
         group = self.heads // self.kv_heads
         queries = queries.reshape(batch, self.kv_heads, group * length, self.head_dim)
         mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask.repeat(1, 1, group, 1))
@@ -145,7 +145,8 @@ class FalconFusion(nn.Module):
 
     def __init__(self, config: FalconDraftConfig):
         super().__init__()
-        # Embeddings of targets differ in scale by orders of magnitude; features are normalised by the model's buffers.
+        # The scale of embeddings differs between targets by orders of magnitude. The model's buffers normalise
+        # features.
         self.embedding_norm = FalconRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lstm: nn.LSTM | None = None
         if config.num_lstm_layers == 0:
@@ -154,7 +155,7 @@ class FalconFusion(nn.Module):
             self.lstm = nn.LSTM(
                 2 * config.hidden_size, config.hidden_size, num_layers=config.num_lstm_layers, batch_first=True
             )
-            # An LSTM starts with outputs far smaller than 1, which the residual stream would drown.
+            # The outputs of a new LSTM are far smaller than 1, and would have no effect in the residual stream.
             self.output_norm = FalconRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, features: Tensor, embeds: Tensor, state: LSTMState | None) -> tuple[Tensor, LSTMState | None]:
@@ -183,9 +184,9 @@ class FalconLayerReader(nn.Module):
 
 class FalconConditioning(nn.Module):
     """
-    Corrects the prediction that a token is read from by the token before it: a gated MLP on both, added to the
-    prediction. The tokens of a block are then drafted one after another, each knowing its branch, at the price of the
-    LM head alone (TreeFlash; the place of DSpark's Markov head).
+    Corrects the prediction of a position by the token before it: a gated MLP on both, added to the prediction. The
+    tokens of a block are then drafted one after another, and depend on their branch, at the cost of the LM head alone
+    (TreeFlash; comparable to DSpark's Markov head).
     """
 
     def __init__(self, config: FalconDraftConfig):
@@ -205,9 +206,9 @@ class FalconDraftNetwork(PreTrainedModel):
     """
     The drafter's network (Falcon, arXiv 2412.12639, section 3).
 
-    At position i it reads the target's feature `f_i` beside the embedding of token `t_{i+1}`, and predicts `f_{i+k}`,
-    k being `config.block_size`. The target's own LM head turns that into the logits of `t_{i+k+1}`. Embedding and LM
-    head are the target's ([`TargetHead`]) and never stored here.
+    At position i it reads the target's feature `f_i` and the embedding of token `t_{i+1}`, and predicts `f_{i+k}`,
+    where k is `config.block_size`. The target's own LM head computes the logits of `t_{i+k+1}` from this prediction.
+    Embedding and LM head belong to the target ([`TargetHead`]) and are never stored in the drafter.
 
     Args:
         config ([`FalconDraftConfig`]): its configuration. The weights are new.
@@ -258,7 +259,7 @@ class FalconDraftNetwork(PreTrainedModel):
         attention_mask: Tensor | None = None,
     ) -> Tensor:
         """
-        Predicts over whole sequences cut into any blocks: the training forward.
+        Predicts over whole sequences, in any blocks. This is the forward of training.
 
         Args:
             features (`torch.Tensor` of shape `(batch, length, (1 + layers) * hidden_size)`):
@@ -286,7 +287,7 @@ class FalconDraftNetwork(PreTrainedModel):
 
         Args:
             features, inputs_embeds (`torch.Tensor` of shape `(batch, length, ...)`):
-                See `forward`. Predicted features are `hidden_size` wide: no layer's outputs come with them.
+                See `forward`. Predicted features are `hidden_size` wide, because they include no outputs of layers.
             state (*optional*): LSTM state after the position before the first one.
 
         Returns:
@@ -312,17 +313,17 @@ class FalconDraftNetwork(PreTrainedModel):
 
         Args:
             fused (`torch.Tensor` of shape `(batch, rows, hidden_size)`): outputs of `fuse`.
-            ends (`torch.LongTensor` of shape `(batch, rows)`): row that ends each row's block.
+            ends (`torch.LongTensor` of shape `(batch, rows)`): the last row of each row's block.
             position_ids (`torch.LongTensor` of shape `(batch, rows)`): positions i.
             mask (`torch.Tensor` of shape `(batch, 1, rows, cached + rows)`): additive attention mask.
-            cache (*optional*): where keys and values of earlier rows are, and these are written.
+            cache (*optional*): the keys and values of earlier rows. The new ones are written into it.
 
         Returns:
             `torch.Tensor` of shape `(batch, rows, hidden_size)`: predictions of the features `f_{i+k}`.
         """
         hidden = fused
         if self.anchor is not None:
-            # A projection of its own for each place in a block: it also tells a position how far it looks ahead.
+            # Each place in a block has its own projection, which encodes how far ahead the position predicts.
             to_end = ends - torch.arange(fused.shape[1], device=fused.device)
             batch = torch.arange(ends.shape[0], device=fused.device)[:, None]
             hidden = hidden + self.anchor(fused).unflatten(-1, (self.config.block_size, -1))[batch, ends, to_end]
@@ -334,14 +335,14 @@ class FalconDraftNetwork(PreTrainedModel):
 
     def condition(self, predicted: Tensor, previous_embeds: Tensor) -> Tensor:
         """
-        Lets each predicted feature know the token before the one that is read from it.
+        Corrects each predicted feature by the token before the token that it predicts.
 
         Args:
             predicted (`torch.Tensor` of shape `(..., hidden_size)`): predictions of `f_{i+k}`.
             previous_embeds (`torch.Tensor` of the same shape): embeddings of the tokens `t_{i+k}`.
 
         Returns:
-            `torch.Tensor` of the same shape: `predicted` itself without `config.conditioning_size`.
+            `torch.Tensor` of the same shape; `predicted` itself if `config.conditioning_size` is 0.
         """
         if self.conditioning is None:
             return predicted

@@ -1,12 +1,12 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-How much to draft: a fixed tree each round, or what pays (the decision model of improved MCSD; Sequoia; DDTree).
+How much a round drafts: a fixed tree, or what pays (the decision model of improved MCSD; Sequoia; DDTree).
 
-What pays: of all ways to write a text, the fastest has the most tokens for its time. With r tokens in the time of a
-plain step, the best rate there is, a round is worth its expected tokens less r times its cost; what adds to that is
-done. So a node is verified if its probability is more than r times what it adds to the target's time, a pass is
-drafted if what it may add is more than r times its cost, and where drafting costs more than it brings nothing is
-drafted for a while. Probabilities are the drafter's own, corrected by what became of them.
+The fastest way to write a text emits the most tokens per unit of time. Let r be the number of tokens that decoding
+emits in the time of a plain step. A round then gains its expected tokens minus r times its cost, and whatever adds to
+this gain is done: a node is verified if its probability exceeds r times its share of the target's time, a pass is
+drafted if the gain that it may add exceeds r times its cost, and drafting pauses while it costs more than it gains.
+Probabilities are the drafter's own, calibrated by the outcomes of earlier rounds.
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,153 +24,236 @@ from .costs import CostKey, Costs
 from .draft_options import DraftOptions
 from .tree import Branches, DraftTree
 
-# Share of continuations that go on right, by the length of the match, which grows with every token that was right;
-# as found in the target's own responses. `(length, share)`; shares are learnt on, starting here.
+# Share of looked-up tokens that are right, by the length of the match, which grows with every right token; measured on
+# the target's own responses. `(length, share)`; the shares are updated from here.
 _MATCHES = ((2, 0.47), (3, 0.57), (4, 0.73), (5, 0.78), (8, 0.86), (12, 0.89), (20, 0.94), (32, 0.98))
-# Observations that a first guess counts for, how fast old ones are forgotten, and the least share.
-_PRIOR, _KEEP, _LEAST = 8.0, 0.995, 1e-3
-# The same for tokens of whole trees: a drafter that is of no use is to rest soon.
-_PRIOR_OF_TREES, _KEEP_OF_TREES = 4.0, 0.95
+# Observations that an initial share counts for, the factor by which old observations count less, and the least share.
+_PRIOR, _DECAY, _LEAST = 8.0, 0.995, 1e-3
+# The same for the accepted share of whole trees: drafting with a useless drafter is to pause soon.
+_PRIOR_OF_TREES, _DECAY_OF_TREES = 4.0, 0.95
 # Weight of a new round in a running mean.
 _NEW, _NEW_RATE = 0.15, 0.05
-# Rounds without drafting once it does not pay: at first, and at most, doubling; and rounds of the trial after them.
-_SHORTEST_PAUSE, _LONGEST_PAUSE, _TRIAL = 16, 256, 2
-# Drafted rounds in a row without a second pass: what a pass brings and costs is seen where there is one only.
+# Rounds without drafting once it does not pay: at first, and at most, doubling; and drafted rounds that probe after
+# them.
+_SHORTEST_COOLDOWN, _LONGEST_COOLDOWN, _PROBES = 16, 256, 2
+# Drafted rounds in a row without a second pass: the gain and the cost of a pass are observed only where one runs.
 _LONGEST_SINGLE = 8
-_ONE_ROW_AS_IT_IS = (1, False, ())
-# From this probability of its first token on, a continuation tells more of a round's outcome than drafting does.
+# From this probability of its first token on, a looked-up path decides a round's outcome more than drafting does.
 _LIKELY = 0.3
 
 
-class LookupMatch(NamedTuple):
+class Share:
     """
-    What followed when the context last ended like this.
+    A share that is estimated from observations, which count less the older they are.
 
     Args:
-        token_ids (`list[int]`): the tokens that followed then; none where the context never ended like this before.
-        matched (`int`): how many tokens at the end of the context were the same.
+        initial (`float`): the share before any observation.
+        prior (`float`, *optional*, defaults to 8): observations that `initial` counts for.
+        decay (`float`, *optional*, defaults to 0.995): factor on the weight of all earlier observations.
     """
 
-    token_ids: list[int]
-    matched: int
+    def __init__(self, initial: float, prior: float = _PRIOR, decay: float = _DECAY):
+        # One tuple: other threads read and write it.
+        self._counts, self._decay = (initial * prior, prior), decay
 
-
-class LookupPath(NamedTuple):
-    """
-    A path from the root that the tree is to have: its tokens (`(length,)`) and the log-probability of each with all
-    before it (`(length,)`).
-    """
-
-    token_ids: Tensor
-    log_probs: Tensor
-
-    @property
-    def first(self) -> float:
-        """Probability of its first token."""
-        return math.exp(self.log_probs[0]) if len(self.log_probs) else 0.0
-
-
-class _Share:
-    """A share that is learnt from observations, from a first guess on."""
-
-    def __init__(self, guess: float, prior: float = _PRIOR, keep: float = _KEEP):
-        # In one piece: other threads read and write it.
-        self._counts, self._keep = (guess * prior, prior), keep
-
-    def observe(self, hit: float, trial: float = 1.0) -> None:
-        hits, trials = self._counts
-        self._counts = self._keep * hits + hit, self._keep * trials + trial
+    def observe(self, hits: float, trials: float = 1.0) -> None:
+        """Adds `hits` out of `trials`."""
+        known_hits, known_trials = self._counts
+        self._counts = self._decay * known_hits + hits, self._decay * known_trials + trials
 
     @property
     def value(self) -> float:
+        """The estimate; never near 0, as its logarithm is taken."""
         hits, trials = self._counts
-        # Never near 0: logarithms are taken of this.
         return max(_LEAST, hits / trials)
 
 
 class AcceptanceStats:
     """
-    What the rounds of one drafter with one target taught: shares and means, never tokens. It outlives the call and is
-    shared by threads: the choices that follow from it change the time that a text takes, and nothing else.
+    What the rounds of one drafter with one target have shown: shares and means, never tokens. They outlive the call,
+    and threads share them: decisions that follow from them change the time that a text takes, and nothing else.
     """
 
     def __init__(self) -> None:
-        self.matches = [_Share(share) for _, share in _MATCHES]
+        self.matches = [Share(share) for _, share in _MATCHES]
         # How often a child of an accepted node was right, over the probability that the drafter gave to all of them.
-        self.depths: list[_Share] = []
-        # Worth that a pass adds, over the probability of the paths that it continues.
-        self.pass_worth = 0.5
-        # That probability. The drafter's own was found to be as good as a classifier's.
-        self.continued: Callable[[Branches], Tensor] = _total_probability
-        # Tokens that the tree of a drafted round promises, and how many of those that were promised were right: a mean
-        # of what was accepted is as noisy as few rounds are, and drafting would rest for a run of bad luck.
-        self.promised, self.kept = 1.0, _Share(1.0, _PRIOR_OF_TREES, _KEEP_OF_TREES)
-        # Cost of drafting them and of verifying more than the root.
+        self.depths: list[Share] = []
+        # Gain that a pass adds, over the probability of the paths that it continues.
+        self.pass_gain = 0.5
+        # Gives that probability. The drafter's own was found to be as good as a classifier's.
+        self.continuation: Callable[[Branches], Tensor] = total_probability
+        # Expected accepted tokens of a drafted round's tree, and the share of them that was accepted: a mean of
+        # accepted tokens alone is as noisy as few rounds are, and would pause drafting after a run of bad luck.
+        self.expected_tokens, self.accepted_share = 1.0, Share(1.0, _PRIOR_OF_TREES, _DECAY_OF_TREES)
+        # Cost of drafting them and of verifying more than the root, in plain steps.
         self.cost = 0.3
         # Tokens in the time of a plain step.
         self.rate = 1.2
-        self.pause, self.paused_for, self.trial = _SHORTEST_PAUSE, 0, 0
+        # Rounds that drafting pauses for, rounds that it has paused, and drafted rounds left that probe whether it
+        # pays.
+        self.cooldown, self.paused_rounds, self.probes = _SHORTEST_COOLDOWN, 0, 0
         # Drafted rounds since one had a second pass.
         self.single_passes = 0
         self.costs: dict[CostKey, Costs] = {}
-        # Whether the drafter was trained for the target's weights; `None` before that was looked at. It is looked at
-        # once: weights that are changed later give no warning, and exact outputs as ever.
+        # Whether the drafter was trained for the target's weights; `None` until the first call compares them. Weights
+        # that are changed later give no warning, and exact outputs as ever.
         self.is_fit: bool | None = None
         self._others: dict[tuple[int, bool, tuple[int, ...]], AcceptanceStats] = {}
 
-    def under(self, cost_key: CostKey) -> AcceptanceStats:
-        """With that many rows, and the target packed or compiled so: the same probabilities, other costs."""
-        way = cost_key.rows, cost_key.packed, cost_key.compiled
-        if way == _ONE_ROW_AS_IT_IS:
+    def under(self, key: CostKey) -> AcceptanceStats:
+        """The statistics for this batch size and these packed or compiled weights: same probabilities, other costs."""
+        way = key.rows, key.packed, key.compiled
+        if way == (1, False, ()):
             return self
         known = self._others.get(way)
         if known is None:
             known = self._others[way] = AcceptanceStats()
             known.matches, known.depths, known.costs = self.matches, self.depths, self.costs
-            known.continued = self.continued
+            known.continuation = self.continuation
         return known
 
     @property
-    def accepted(self) -> float:
-        """Tokens to be expected of a drafted round's tree."""
-        return self.promised * self.kept.value
+    def accepted_tokens(self) -> float:
+        """Draft tokens that a drafted round is expected to have accepted."""
+        return self.expected_tokens * self.accepted_share.value
 
-    def match(self, length: int) -> _Share:
-        """Of continuations of a match of `length` tokens."""
+    def match(self, length: int) -> Share:
+        """Right tokens among those looked up by a match of `length` tokens."""
         return self.matches[max(0, sum(length >= shortest for shortest, _ in _MATCHES) - 1)]
 
-    def depth(self, depth: int) -> _Share:
-        """Of nodes at `depth`, from 1."""
+    def depth(self, depth: int) -> Share:
+        """The calibration of nodes at `depth`, from 1."""
         if len(self.depths) < depth:
-            self.expect([1.0] * depth)
+            self.start_from([1.0] * depth)
         return self.depths[depth - 1]
 
-    def expect(self, calibration: Sequence[float]) -> None:
-        """Takes first guesses for the depths of which nothing is known yet."""
-        self.depths.extend(map(_Share, calibration[len(self.depths) :]))
+    def start_from(self, calibration: Sequence[float]) -> None:
+        """Sets the calibration of the depths that have no observation yet."""
+        self.depths.extend(map(Share, calibration[len(self.depths) :]))
 
 
-def _total_probability(branches: Branches) -> Tensor:
+def total_probability(branches: Branches) -> Tensor:
+    """Probability that one of some paths is right."""
     assert branches.log_probs is not None
     return branches.log_probs.exp().sum()
 
 
+def likeliest_path(branches: Branches) -> Tensor:
+    """Probability of the most probable of some paths."""
+    assert branches.log_probs is not None
+    return branches.log_probs.max().exp()
+
+
 _acceptance_stats: weakref.WeakKeyDictionary[
     PreTrainedModel, weakref.WeakKeyDictionary[PreTrainedModel, AcceptanceStats]
-]
-_acceptance_stats = weakref.WeakKeyDictionary()
+] = weakref.WeakKeyDictionary()
 
 
 def acceptance_stats_of(drafter: PreTrainedModel, target: PreTrainedModel) -> AcceptanceStats:
-    """What this process has learnt of a drafter with a target."""
+    """The statistics that this process has of a drafter with a target."""
     return _acceptance_stats.setdefault(target, weakref.WeakKeyDictionary()).setdefault(drafter, AcceptanceStats())
+
+
+@dataclass(frozen=True)
+class DraftDecision:
+    """
+    What one round drafts and verifies. The policy makes it before the round; nothing is asked of the policy meanwhile.
+
+    Args:
+        draft (`bool`): whether the drafter runs.
+        matched (`int`): tokens at the context's end that prompt lookup found earlier in it.
+        lookup_log_probs (`tuple[float, ...]`):
+            For each token of the looked-up path, the log-probability that it and all before it are right.
+        calibration (`tuple[float, ...]`):
+            What is added to the drafter's log-probabilities at depth 1, 2, ...; nothing beyond.
+        pass_threshold (`float`): a further pass is drafted if `continuation` is at least this.
+        continuation (`Callable[[Branches], torch.Tensor]`): the probability that a further pass continues a right
+        path.
+        probe_pass (`bool`): whether a second pass is drafted whatever `continuation` is, to observe its gain.
+        node_costs (`torch.Tensor` of shape `(nodes + 1,)`, *optional*):
+            What verifying 0, 1, 2, ... draft nodes costs, in tokens. `None` verifies all nodes.
+    """
+
+    draft: bool = True
+    matched: int = 0
+    lookup_log_probs: tuple[float, ...] = ()
+    calibration: tuple[float, ...] = ()
+    pass_threshold: float = 0.0
+    continuation: Callable[[Branches], Tensor] = likeliest_path
+    probe_pass: bool = False
+    node_costs: Tensor | None = None
+
+    @property
+    def lookup_probability(self) -> float:
+        """Probability of the first looked-up token."""
+        return math.exp(self.lookup_log_probs[0]) if self.lookup_log_probs else 0.0
+
+    def correction(self, depth: int) -> float:
+        """What is added to the drafter's log-probabilities at `depth`, from 1; not above 0."""
+        return self.calibration[depth - 1] if depth <= len(self.calibration) else 0.0
+
+    def expected_gain(self, log_probs: Tensor) -> Tensor:
+        """
+        The gain of verifying the best 0, 1, 2, ... nodes, in tokens.
+
+        Args:
+            log_probs (`torch.Tensor` of shape `(count,)`):
+                Log-probabilities of the most probable nodes, in descending order; `-inf` for a node that is padding.
+
+        Returns:
+            `torch.Tensor` of shape `(count + 1,)`.
+        """
+        probs = log_probs.exp() if self.node_costs is not None else (log_probs > -torch.inf).float()
+        gain = torch.nn.functional.pad(probs.cumsum(dim=0), (1, 0))
+        return gain if self.node_costs is None else gain - self.node_costs[: gain.shape[0]]
+
+    def size(self, log_probs: Tensor) -> int:
+        """How many of the best nodes are verified; see `expected_gain`."""
+        if self.node_costs is None:
+            return log_probs.shape[0]
+        return int(self.expected_gain(log_probs).argmax())
+
+    def check_pass(self, branches: Branches, log_probs: Tensor) -> PassCheck:
+        """
+        Looks at the tree after a pass.
+
+        Args:
+            branches ([`Branches`]): the paths that a further pass would continue.
+            log_probs (`torch.Tensor` of shape `(count,)`): see `expected_gain`.
+        """
+        if branches.log_probs is None:
+            return PassCheck(math.inf, 0.0)
+        if self.node_costs is None:
+            # A constant policy that always drafts on need not look.
+            return PassCheck(float(self.continuation(branches)) if self.pass_threshold > 0 else math.inf, 0.0)
+        return PassCheck(*torch.stack((self.continuation(branches), self.expected_gain(log_probs).max())).tolist())
+
+
+@dataclass(frozen=True)
+class PassCheck:
+    """
+    The tree after a pass.
+
+    Args:
+        continuation (`float`): probability that a further pass would continue a right path.
+        gain (`float`): greatest expected gain of the nodes so far, in tokens.
+    """
+
+    continuation: float
+    gain: float
 
 
 @dataclass
 class RoundTime:
     """
-    Seconds of a round, by part; `passes` counts draft passes after the first block, `None` without any drafting.
-    `commit` is `None` where it says nothing of other rounds. `nodes` counts those that the target ran.
+    Seconds of a round, by part.
+
+    Args:
+        commit (`float`, *optional*): of the commit; `None` where it says nothing of other rounds.
+        drafting (`float`): of the passes after the commit.
+        passes (`int`, *optional*): how many these are; `None` without any drafting.
+        target (`float`): of the target's forward.
+        nodes (`int`): nodes that the target ran.
     """
 
     commit: float | None = None
@@ -181,77 +263,76 @@ class RoundTime:
     nodes: int = 1
 
 
+@dataclass
+class RoundOutcome:
+    """
+    What became of a round.
+
+    Args:
+        decision ([`DraftDecision`]): the policy's decision.
+        tree ([`DraftTree`]): the tree that was verified.
+        path (`torch.LongTensor` of shape `(emitted,)`): its nodes that were right, the root first.
+        accepted (`int`): emitted tokens that were draft tokens.
+        lookup_hits (`list[bool]`): whether each looked-up token was right, up to the first that was not.
+        checks (`list[PassCheck]`): the tree after each pass that could be followed by another.
+        time ([`RoundTime`]): what the round took.
+    """
+
+    decision: DraftDecision
+    tree: DraftTree
+    path: Tensor
+    accepted: int
+    lookup_hits: list[bool] = field(default_factory=list)
+    checks: list[PassCheck] = field(default_factory=list)
+    time: RoundTime = field(default_factory=RoundTime)
+
+
 class DraftPolicy:
     """
-    Drafts the tree that the options say, every round.
+    Drafts the tree that the options describe, every round.
 
     Args:
         options ([`DraftOptions`]): options of the call.
-        experience ([`AcceptanceStats`]): what is known of the drafter.
-        device (`torch.device`): where trees are grown.
+        stats ([`AcceptanceStats`]): statistics of the drafter.
     """
 
-    def __init__(self, options: DraftOptions, experience: AcceptanceStats, device: torch.device):
+    def __init__(self, options: DraftOptions, stats: AcceptanceStats):
         self._options = options
-        self._experience = experience
-        self._device = device
-        self._continuation = LookupMatch([], 0)
+        self._stats = stats
 
-    def guess(self, continuation: LookupMatch) -> LookupPath:
-        """Weighs a continuation that was found in the context, for this round."""
-        self._continuation = continuation
+    def decide(self, matched: int = 0, found: int = 0) -> DraftDecision:
+        """
+        Decides what the next round drafts and verifies.
+
+        Args:
+            matched (`int`, *optional*, defaults to 0): tokens at the context's end that prompt lookup found earlier.
+            found (`int`, *optional*, defaults to 0): tokens that followed them there.
+        """
+        return DraftDecision(
+            matched=matched,
+            lookup_log_probs=self._lookup_log_probs(matched, found),
+            pass_threshold=self._options.assistant_confidence_threshold,
+        )
+
+    def update(self, outcome: RoundOutcome) -> None:
+        """Updates the statistics with a round's outcome."""
+        for place, hit in enumerate(outcome.lookup_hits):
+            self._stats.match(outcome.decision.matched + place).observe(hit)
+
+    def _lookup_log_probs(self, matched: int, found: int) -> tuple[float, ...]:
         log_probs, total = [], 0.0
-        for place in range(len(continuation.token_ids)):
-            total += math.log(self._experience.match(continuation.matched + place).value)
+        for place in range(found):
+            total += math.log(self._stats.match(matched + place).value)
             log_probs.append(total)
-        tokens = torch.tensor(continuation.token_ids, dtype=torch.long, device=self._device)
-        return LookupPath(tokens, torch.tensor(log_probs, device=self._device))
+        return tuple(log_probs)
 
-    def drafts(self, guess: LookupPath) -> bool:
-        """Whether the drafter is to run this round."""
-        return True
 
-    def correction(self, depth: int) -> float:
-        """What to add to the drafter's log-probabilities at `depth`, from 1; not above 0."""
-        return 0.0
+class PlainPolicy(DraftPolicy):
+    """Drafts nothing: for calls that are too short to draft, or to measure what drafting costs."""
 
-    def another_pass(self, branches: Branches, best: Tensor) -> bool:
-        """
-        Whether to draft another pass.
-
-        Args:
-            branches ([`Branches`]): the paths that it would continue.
-            best (`torch.Tensor` of shape `(count,)`): log-probabilities of the best nodes so far, in descending order.
-        """
-        threshold = self._options.assistant_confidence_threshold
-        if threshold <= 0 or branches.log_probs is None:
-            return True
-        return bool(branches.log_probs.max() >= math.log(threshold))
-
-    def size(self, best: Tensor) -> int:
-        """How many of the best nodes to verify; see `another_pass`."""
-        return int(self.worth(best).argmax())
-
-    def worth(self, best: Tensor) -> Tensor:
-        """What it is worth to verify the best 0, 1, 2, ... nodes, of shape `(count + 1,)`: here, all of them."""
-        return torch.arange(best.shape[0] + 1, device=best.device)
-
-    def observe(self, tree: DraftTree, path: Tensor, emitted: list[int], accepted: int, time: RoundTime) -> None:
-        """
-        Learns from a round.
-
-        Args:
-            tree ([`DraftTree`]): the tree.
-            path (`torch.LongTensor` of shape `(emitted,)`): its nodes that were right, the root first.
-            emitted (`list[int]`): the tokens that the target wrote.
-            accepted (`int`): how many of them were in the tree.
-            time ([`RoundTime`]): what it took.
-        """
-        continuation = self._continuation
-        for place, (found, true) in enumerate(zip(continuation.token_ids, emitted)):
-            self._experience.match(continuation.matched + place).observe(found == true)
-            if found != true:
-                break
+    def decide(self, matched: int = 0, found: int = 0) -> DraftDecision:
+        """See [`DraftPolicy.decide`]."""
+        return DraftDecision(draft=False)
 
 
 class AdaptivePolicy(DraftPolicy):
@@ -259,109 +340,113 @@ class AdaptivePolicy(DraftPolicy):
     Drafts and verifies what pays.
 
     Args:
+        options, stats: see [`DraftPolicy`].
         costs ([`Costs`]): what a round costs here.
+        max_depth (`int`): tokens that a path may have at most.
+        device (`torch.device`): where trees are grown.
     """
 
-    def __init__(self, options: DraftOptions, experience: AcceptanceStats, device: torch.device, costs: Costs):
-        super().__init__(options, experience, device)
-        experience.expect(options.draft_calibration)
+    def __init__(
+        self, options: DraftOptions, stats: AcceptanceStats, costs: Costs, max_depth: int, device: torch.device
+    ):
+        super().__init__(options, stats)
+        stats.start_from(options.draft_calibration)
         self._costs = costs
-        self._target = costs.target(options.num_assistant_tokens)
-        self._target_costs = torch.tensor(self._target, device=device)
-        self._guess = LookupPath(torch.empty(0), torch.empty(0))
-        # Worth of the tree before the pass that runs, and the probability of the paths that this pass continues.
-        self._before: tuple[float, float] | None = None
+        self._max_depth = max_depth
+        # In plain steps, for 0, 1, 2, ... draft nodes.
+        self._target_times = costs.target(options.num_assistant_tokens)
+        self._device_times = torch.tensor(self._target_times, device=device)
 
-    def guess(self, continuation: LookupMatch) -> LookupPath:
-        """See [`DraftPolicy.guess`]."""
-        self._guess = super().guess(continuation)
-        self._before = None
-        return self._guess
+    def decide(self, matched: int = 0, found: int = 0) -> DraftDecision:
+        """See [`DraftPolicy.decide`]."""
+        stats = self._stats
+        log_probs = self._lookup_log_probs(matched, found)
+        likely = math.exp(log_probs[0]) if log_probs else 0.0
+        # Where the looked-up path is right a pass adds nothing to it.
+        gain = stats.pass_gain * (1.0 - likely)
+        return DraftDecision(
+            draft=self._should_draft(likely),
+            matched=matched,
+            lookup_log_probs=log_probs,
+            calibration=tuple(self._correction(depth) for depth in range(1, self._max_depth + 1)),
+            pass_threshold=stats.rate * self._costs.draft_pass / gain if gain > 0 else math.inf,
+            continuation=stats.continuation,
+            probe_pass=stats.single_passes >= _LONGEST_SINGLE and likely < _LIKELY,
+            node_costs=stats.rate * self._device_times,
+        )
 
-    def drafts(self, guess: LookupPath) -> bool:
-        """See [`DraftPolicy.drafts`]."""
-        known = self._experience
-        cost = known.rate * known.cost
-        if known.accepted > cost:
-            known.pause, known.paused_for, known.trial = _SHORTEST_PAUSE, 0, 0
-            return known.accepted * (1.0 - guess.first) > cost
-        if known.trial > 0 and guess.first < _LIKELY:
-            known.trial -= 1
+    def _should_draft(self, likely: float) -> bool:
+        """Whether drafting pays, or is probed, where the first looked-up token is right with probability `likely`."""
+        stats = self._stats
+        cost = stats.rate * stats.cost
+        if stats.accepted_tokens > cost:
+            stats.cooldown, stats.paused_rounds, stats.probes = _SHORTEST_COOLDOWN, 0, 0
+            return stats.accepted_tokens * (1.0 - likely) > cost
+        if stats.probes > 0 and likely < _LIKELY:
+            stats.probes -= 1
             return True
-        known.paused_for += 1
-        if known.paused_for > known.pause:
-            known.pause, known.paused_for, known.trial = min(2 * known.pause, _LONGEST_PAUSE), 0, _TRIAL
+        stats.paused_rounds += 1
+        if stats.paused_rounds > stats.cooldown:
+            stats.cooldown, stats.paused_rounds = min(2 * stats.cooldown, _LONGEST_COOLDOWN), 0
+            stats.probes = _PROBES
         return False
 
-    def correction(self, depth: int) -> float:
-        """See [`DraftPolicy.correction`]."""
-        return math.log(min(1.0, self._experience.depth(depth).value))
+    def _correction(self, depth: int) -> float:
+        return math.log(min(1.0, self._stats.depth(depth).value))
 
-    def another_pass(self, branches: Branches, best: Tensor) -> bool:
-        """See [`DraftPolicy.another_pass`]."""
-        if branches.log_probs is None:
-            return True
-        known = self._experience
-        continued, worth = torch.stack((known.continued(branches), self.worth(best).max())).tolist()
-        if self._before is not None:
-            gained = (worth - self._before[0]) / max(self._before[1], 1e-6)
-            known.pass_worth += _NEW * (min(gained, 1.0) - known.pass_worth)
-        is_second = self._before is None
-        self._before = worth, continued
-        # Where the guess is right a pass adds nothing to it.
-        pays = continued * known.pass_worth * (1.0 - self._guess.first) > known.rate * self._costs.draft_pass
-        if is_second and self._guess.first < _LIKELY:
-            known.single_passes = 0 if pays else known.single_passes + 1
-            if known.single_passes > _LONGEST_SINGLE:
-                known.single_passes, pays = 0, True
-        return pays
-
-    def worth(self, best: Tensor) -> Tensor:
-        """See [`DraftPolicy.worth`]: the tokens that are to be expected beyond the root's own, less what they cost."""
-        tokens = torch.nn.functional.pad(best.exp().cumsum(dim=0), (1, 0))
-        return tokens - self._experience.rate * self._target_costs[: tokens.shape[0]]
-
-    def observe(self, tree: DraftTree, path: Tensor, emitted: list[int], accepted: int, time: RoundTime) -> None:
-        """See [`DraftPolicy.observe`]."""
-        super().observe(tree, path, emitted, accepted, time)
-        known, costs = self._experience, self._costs
-        verifying = self._target[time.nodes - 1]
+    def update(self, outcome: RoundOutcome) -> None:
+        """See [`DraftPolicy.update`]."""
+        super().update(outcome)
+        stats, costs, time, decision = self._stats, self._costs, outcome.time, outcome.decision
+        # Where the context foretells the text, the outcome says little of the drafter and of text that is new.
+        is_new_text = decision.lookup_probability < _LIKELY
+        verifying = self._target_times[time.nodes - 1]
         costs.observe_target(verifying, time.target)
         cost = verifying
         if time.passes is not None:
             costs.observe_drafting(time.commit, time.drafting, time.passes)
             drafting = costs.commit + costs.draft_pass * time.passes
             cost += drafting
-            if self._guess.first < _LIKELY:
-                promised, shares = _promises(tree, path)
-                if promised > 0.0:
-                    known.kept.observe(accepted, promised)
-                known.promised += _NEW * (promised - known.promised)
-                known.cost += _NEW * (drafting + verifying - 1.0 - known.cost)
-                if not self._continuation.token_ids:
-                    self._observe_probabilities(shares, accepted)
-        # Text that the context foretells is fast, and no measure of how fast new text may become.
-        if self._guess.first < _LIKELY:
-            known.rate = max(1.0, known.rate + _NEW_RATE * (len(emitted) - known.rate * cost))
+            self._update_passes(outcome, is_new_text)
+            if is_new_text:
+                expected, shares = _expected_tokens(outcome.tree, outcome.path)
+                if expected > 0.0:
+                    stats.accepted_share.observe(outcome.accepted, expected)
+                stats.expected_tokens += _NEW * (expected - stats.expected_tokens)
+                stats.cost += _NEW * (drafting + verifying - 1.0 - stats.cost)
+                if not decision.lookup_log_probs:
+                    self._update_calibration(shares, outcome)
+        if is_new_text:
+            stats.rate = max(1.0, stats.rate + _NEW_RATE * (outcome.path.shape[0] - stats.rate * cost))
 
-    def _observe_probabilities(self, shares: list[float], accepted: int) -> None:
-        """Compares, at each node that was right, the probability of all its children with what became of them."""
+    def _update_passes(self, outcome: RoundOutcome, is_new_text: bool) -> None:
+        """Updates the gain of a pass from each pass that another one followed."""
+        stats, checks = self._stats, outcome.checks
+        for before, after in zip(checks, checks[1:]):
+            gained = (after.gain - before.gain) / max(before.continuation, 1e-6)
+            stats.pass_gain += _NEW * (min(gained, 1.0) - stats.pass_gain)
+        if checks and is_new_text:
+            has_second = checks[0].continuation >= outcome.decision.pass_threshold or outcome.decision.probe_pass
+            stats.single_passes = 0 if has_second else stats.single_passes + 1
+
+    def _update_calibration(self, shares: list[float], outcome: RoundOutcome) -> None:
+        """Compares, at each right node, the probability of all its children with the outcome."""
         for depth, share in enumerate(shares, start=1):
             if share > 0.0:
-                # Back to what the drafter said, before it was corrected.
-                known = self._experience.depth(depth)
-                known.observe(float(depth <= accepted), share / math.exp(self.correction(depth)))
+                # The drafter's own probability, before it was corrected.
+                own = share / math.exp(outcome.decision.correction(depth))
+                self._stats.depth(depth).observe(float(depth <= outcome.accepted), own)
 
 
-def _promises(tree: DraftTree, path: Tensor) -> tuple[float, list[float]]:
+def _expected_tokens(tree: DraftTree, path: Tensor) -> tuple[float, list[float]]:
     """
-    Draft tokens that are right by a dynamic tree's own probabilities, and of each node of `path` the probability of
-    all its children.
+    The expected accepted tokens of a dynamic tree by its own probabilities, and for each node of `path` the
+    probability of all its children.
     """
     if len(tree) == 1:
         return 0.0, []
     assert tree.log_probs is not None
     probs = tree.log_probs.exp()
     children = torch.zeros_like(probs).index_add_(0, tree.parents[1:], probs[1:])
-    promised, *shares = torch.cat((probs[1:].sum()[None], children[path] / probs[path])).tolist()
-    return promised, shares
+    expected, *shares = torch.cat((probs[1:].sum()[None], children[path] / probs[path])).tolist()
+    return expected, shares

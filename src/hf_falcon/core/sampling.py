@@ -23,14 +23,15 @@ from transformers import (
 from .candidate_generator import DraftedBlocks, FalconCandidateGenerator
 from .draft_options import DraftOptions
 from .modeling_falcon_draft import FalconDraftNetwork
-from .policy import AcceptanceStats, DraftPolicy
 from .statistics import StatisticsRecorder
+from .target_parts import TargetHead
 from .target_run import TargetRun
 from .tree import DraftTree, DynamicTree, StaticTree, validate_paths
 from .verification import TokenSequence, verify, walk
 
-# These read nothing but the scores, and shape the drafter's distribution as they do the target's. Processors that read
-# the text are left out, as every node has another text: without them q is a little worse, and the output the same.
+# These read the scores alone, and are applied to the drafter's distribution as to the target's. Processors that read
+# the text are left out, as every node has another text: without them q fits p a little worse, and the output is the
+# same.
 _WARPERS = (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -49,7 +50,7 @@ class SamplingCandidateGenerator(FalconCandidateGenerator):
 
     Args:
         drafter, target, options: see [`FalconCandidateGenerator`].
-        processors ([`LogitsProcessorList`]): those of the call; the drafter's distribution is warped by its warpers.
+        processors ([`LogitsProcessorList`]): the call's; the warpers among them warp the drafter's distribution.
 
     Raises:
         `ValueError`: for a tree that leaves out a draw.
@@ -66,24 +67,6 @@ class SamplingCandidateGenerator(FalconCandidateGenerator):
             options = replace(options, draft_tree="static")
         self._warpers = [each for each in processors if isinstance(each, _WARPERS)]
         super().__init__(drafter, target, options)
-
-    def verify(self, tree: DraftTree, logits: Tensor, sequence: TokenSequence) -> tuple[Tensor, int]:
-        """See [`verify`]; accepts drawn candidates by the ratio of probabilities."""
-        tokens, rows = (
-            tree.token_ids.tolist(),
-            {node: row for row, node in enumerate(tree.parents[1:].unique().tolist())},
-        )
-
-        def choose(node: int, children: list[int]) -> Tensor:
-            target = sequence.process(logits[node][None])[0].softmax(dim=-1)
-            if tree.proposals is None or not children:
-                return _draw(target)
-            proposal = torch.zeros_like(target)
-            drafted = tree.proposals[rows[node]].to(target)
-            proposal[slice(None) if self.head.vocab_ids is None else self.head.vocab_ids.to(target.device)] = drafted
-            return accept_one(target, proposal, [tokens[child] for child in children])
-
-        return walk(tree, sequence, choose)
 
     def _build_tree(self) -> StaticTree | DynamicTree:
         tree = self.options.draft_tree
@@ -114,6 +97,34 @@ class SamplingCandidateGenerator(FalconCandidateGenerator):
         return log_probs.gather(-1, drawn), self.head.to_target_ids(drawn), log_probs.exp()
 
 
+def verify_speculative(
+    tree: DraftTree, logits: Tensor, sequence: TokenSequence, head: TargetHead
+) -> tuple[Tensor, int]:
+    """
+    Verifies a tree of drawn candidates: each is accepted by the ratio of probabilities.
+
+    Args:
+        tree, logits, sequence: see [`verification.verify`].
+        head ([`TargetHead`]): the head whose vocabulary `tree.proposals` are distributions over.
+
+    Returns:
+        See [`verification.verify`].
+    """
+    tokens = tree.token_ids.tolist()
+    rows = {node: row for row, node in enumerate(tree.parents[1:].unique().tolist())}
+
+    def choose(node: int, children: list[int]) -> Tensor:
+        target = sequence.process(logits[node][None])[0].softmax(dim=-1)
+        if tree.proposals is None or not children:
+            return _draw(target)
+        proposal = torch.zeros_like(target)
+        drafted = tree.proposals[rows[node]].to(target)
+        proposal[slice(None) if head.vocab_ids is None else head.vocab_ids.to(target.device)] = drafted
+        return accept_one(target, proposal, [tokens[child] for child in children])
+
+    return walk(tree, sequence, choose)
+
+
 def accept_one(target: Tensor, proposal: Tensor, candidates: list[int]) -> Tensor:
     """
     Draws from `target` by asking candidates that were drawn from `proposal`, without replacement, in their order.
@@ -127,7 +138,7 @@ def accept_one(target: Tensor, proposal: Tensor, candidates: list[int]) -> Tenso
     """
     for token in candidates:
         wanted, offered = torch.stack((target[token], proposal[token])).tolist()
-        # The sum of what is left of the proposal may be 0, and its shares not a number.
+        # The rest of the proposal may sum to 0, and its shares be NaN.
         if not offered > 0:
             break
         rest = (target - proposal).clamp(min=0)
@@ -172,13 +183,13 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
             features (`torch.Tensor` of shape `(1, block_size, ...)`): of the last known positions, not committed.
             token_ids (`torch.LongTensor` of shape `(1, block_size - 1)`): the token after each but the last of these.
             roots (`torch.LongTensor` of shape `(roots,)`): the tokens after the last.
-            log_probs (`torch.Tensor` of shape `(roots,)`): their log-probabilities; those of the tokens drawn are 0.
+            log_probs (`torch.Tensor` of shape `(roots,)`): their log-probabilities; 0 for the token that was drawn.
             max_depth (`int`): tokens that a path may have at most behind its root.
 
         Returns:
             [`DraftTree`]: trees with roots of depth 0, each its own parent.
         """
-        self.passes = 0
+        self._checks, self._passes = [], 0
         tree_round = self._tree.start(max_depth + 1)
         roots = roots.to(self._device)
         tree_round.add(log_probs[None].to(self._device), roots[None])
@@ -191,7 +202,8 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
                 torch.cat((known, branches.token_ids[:, None]), dim=1),
                 features.to(self._device).expand(width, -1, -1),
             )
-            self._draft(tree_round, drafted, DraftPolicy(self.options, AcceptanceStats(), self._device))
+            self._decision = self.policy.decide()
+            self._draft_passes(tree_round, drafted)
         tree = tree_round.finish(roots[:1])
         # Without the node above the roots, whose token is known.
         own = torch.arange(len(tree) - 1, device=self._device)
@@ -243,7 +255,7 @@ def decode_multi_root(
             found, count = verify(_subtree(tree, nodes), scored[nodes], fork)
             if count > accepted:
                 best, path, accepted = fork, nodes[found], count
-        run.keep(path, len(tree))
+        run.accept(path, len(tree))
         held = torch.cat((held, features[:, path]), dim=1)
         logits = scored[path[-1:]]
         vars(sequence).update(vars(best))
@@ -253,7 +265,7 @@ def decode_multi_root(
 def _rivals(sequence: TokenSequence, logits: Tensor, count: int) -> tuple[list[TokenSequence], Tensor]:
     """
     The sequence with each of the `count` likeliest other tokens instead of its newest, which `logits`, of shape
-    `(1, vocab_size)`, led to; and log-probabilities, 0 for the newest and then those of the others.
+    `(1, vocab_size)`, led to; and their log-probabilities, 0 for the newest token first.
     """
     before = copy.copy(sequence)
     before.input_ids = sequence.input_ids[:, :-1]

@@ -20,7 +20,7 @@ _UNITS = 2
 
 
 class Gaps(NamedTuple):
-    """See [`DraftStatistics`]."""
+    """The fields of [`DraftStatistics`] that describe near-ties."""
 
     smallest_gap: float | None
     smallest_gap_token: int | None
@@ -28,7 +28,10 @@ class Gaps(NamedTuple):
 
 
 class NearTies:
-    """By how much the greedy tokens of one `generate` call led. Nothing waits for the device before the end."""
+    """
+    The leads of the greedy tokens of one `generate` call over the second best. No step waits for the device before
+    [`NearTies.result`].
+    """
 
     def __init__(self) -> None:
         self._gaps: list[Tensor] = []
@@ -40,19 +43,19 @@ class NearTies:
 
         Args:
             logits (`torch.Tensor` of shape `(tokens, vocab_size)`): the target's own, not upcast.
-            scores (`torch.Tensor` of the same shape, *optional*): what processors made of them.
+            scores (`torch.Tensor` of the same shape, *optional*): the logits after the processors.
         """
-        # The best, and the best of the others: as `topk` finds them in several times as long on a CPU.
+        # The best two. `topk` takes several times as long on a CPU.
         scores = logits if scores is None else scores
         best, tokens = scores.max(dim=-1, keepdim=True)
         second = scores.scatter(-1, tokens, -torch.inf).amax(dim=-1)
         self._gaps.append((best[:, 0].float() - second.float()).to(logits.device))
-        # The largest power of two in a number is what its last place counts from.
+        # The unit in the last place of a number is `eps` times the largest power of two in it.
         exponent = torch.frexp(logits.amax(dim=-1).float()).exponent - 1
         self._units.append(torch.finfo(logits.dtype).eps * torch.exp2(exponent.float()))
 
     def result(self) -> Gaps:
-        """What was recorded; `None` three times where that is nothing."""
+        """The smallest lead, its token and all near-ties; `None` for each if nothing was recorded."""
         if not self._gaps:
             return Gaps(None, None, None)
         # Two infinities are a tie.
@@ -62,15 +65,15 @@ class NearTies:
         return Gaps(float(gaps[token]), token, near.nonzero()[:, 0].tolist())
 
 
-@dataclass
+@dataclass(repr=False)
 class DraftStatistics(ModelOutput):
     """
-    What drafting gained in one `generate` call.
+    The gain of drafting in one `generate` call. `print` shows it in one line.
 
     Args:
         rounds (`int`):
-            Forwards of the target, plain steps among them; in a batch, of each row. The prompt's own is none.
-        drafted_tokens (`int`): draft tokens that the target verified, those found in the context among them.
+            Forwards of the target after the prompt's, plain steps among them. In a batch each row has its own rounds.
+        drafted_tokens (`int`): draft tokens that the target verified, tokens of prompt lookup among them.
         accepted_tokens (`int`): draft tokens that were emitted.
         new_tokens (`int`): tokens that were emitted.
         tau (`float`): accepted draft tokens a round, without the target's own token.
@@ -78,12 +81,12 @@ class DraftStatistics(ModelOutput):
         accepted_by_depth (`list[int]`): rounds in which a draft token of depth 1, 2, ... was accepted.
         time (`dict[str, float]`): seconds in "target", "drafter" and "other", the prompt included.
         smallest_gap (`float`, *optional*):
-            The least that a token led the second best by, in logits after the processors. `None` when sampling, and
-            for batches.
-        smallest_gap_token (`int`, *optional*): which token that was, counted from the first new one, 0.
+            The smallest lead of a token over the second best, in logits after the processors. `None` when sampling,
+            and for batches.
+        smallest_gap_token (`int`, *optional*): the index of that token; the first new token has index 0.
         near_ties (`list[int]`, *optional*):
-            All tokens that led by no more than two units in the last place of the logits' dtype. Where the text is
-            not plain decoding's, it most likely parts at one of them. In float32 there is hardly ever one.
+            The indices of all tokens with a lead of at most two units in the last place of the logits' dtype. If the
+            text differs from plain decoding's, it most likely diverges at one of them. In float32 they are very rare.
     """
 
     rounds: int | None = None
@@ -98,6 +101,22 @@ class DraftStatistics(ModelOutput):
     smallest_gap_token: int | None = None
     near_ties: list[int] | None = None
 
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Tokens a round, the target's own among them: tau + 1, which serving engines call acceptance length."""
+        return None if self.tau is None else self.tau + 1
+
+    def __repr__(self) -> str:
+        if self.rounds is None or self.tau is None or self.alpha is None or self.time is None:
+            return "DraftStatistics(empty)"
+        tokens = "1 token" if self.new_tokens == 1 else f"{self.new_tokens} tokens"
+        rounds = "1 round" if self.rounds == 1 else f"{self.rounds} rounds"
+        parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.time.items())
+        return (
+            f"DraftStatistics({tokens} in {rounds}: {self.tau + 1:.2f} tokens a round, {self.alpha:.0%} drafted; "
+            f"{sum(self.time.values()):.2f} s: {parts})"
+        )
+
 
 @dataclass
 class FalconGenerateOutput(GenerateDecoderOnlyOutput):
@@ -105,7 +124,7 @@ class FalconGenerateOutput(GenerateDecoderOnlyOutput):
     As [`~transformers.generation.GenerateDecoderOnlyOutput`], with
 
     Args:
-        draft_statistics ([`DraftStatistics`], *optional*): `None` where plain decoding ran.
+        draft_statistics ([`DraftStatistics`], *optional*): `None` if plain decoding ran.
     """
 
     draft_statistics: DraftStatistics | None = None
@@ -124,7 +143,7 @@ class StatisticsRecorder:
 
     @contextmanager
     def measure(self, part: str) -> Iterator[None]:
-        """Adds the time inside to `part`. On CUDA events measure the device's time, without waiting for it."""
+        """Adds the time inside to `part`. On CUDA, events measure the device's time and no step waits for it."""
         if self._cuda:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""What a drafter reads of its target: features, embedding and LM head."""
+"""The parts of a target that a drafter reads: features, embedding and LM head."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class FeatureTap:
     """
     Collects the target's features, the last hidden states after its final norm, from every forward of this thread.
 
-    A context manager: the hooks are there only inside, whatever happens.
+    It is a context manager: the forward hooks exist only inside, also after an error.
 
     Args:
         model ([`PreTrainedModel`]): the target.
-        layers (sequence of `int`, *optional*): layers whose outputs are collected, too, behind the features.
+        layers (sequence of `int`, *optional*): layers whose outputs are appended to the features.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] = ()):
@@ -69,7 +69,7 @@ class FeatureTap:
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """The part of a causal language model whose output its LM head reads."""
+    """The part of a causal language model that computes the LM head's input."""
     # OPT's language model calls the decoder inside its base model directly; ModernBERT's `decoder` is its LM head.
     decoder = model.get_decoder()
     decoder = decoder if isinstance(decoder, PreTrainedModel) else model.base_model
@@ -89,21 +89,21 @@ def _decoder_layers(model: PreTrainedModel, wanted: Sequence[int]) -> list[nn.Mo
     if wanted and (not lists or max(wanted) >= count):
         raise ValueError(
             f"`feature_layers` is {list(wanted)}, but {type(model).__name__} has {count if lists else 'no'} decoder "
-            "layers that can be counted, from 0: use others, or leave it out."
+            "layers in one list, counted from 0: give other layers, or leave it out."
         )
     return [lists[0][layer] for layer in wanted]
 
 
 class TargetHead:
     """
-    Embedding and LM head of a target, cut to the drafter's vocabulary, with the target's own post-processing.
+    Embedding and LM head of a target, for the drafter's vocabulary, with the target's own post-processing.
 
-    Lives as long as one `generate` call or one training run; the drafter itself keeps nothing of a target.
+    One object serves one `generate` call or one training run. The drafter itself stores no part of a target.
 
     Args:
-        drafter ([`FalconDraftModel`]): the drafter that borrows.
+        drafter ([`FalconDraftModel`]): the drafter.
         target ([`PreTrainedModel`]): the target, a causal language model.
-        dtype (`torch.dtype`, *optional*): dtype of the head; the drafter's if left out.
+        dtype (`torch.dtype`, *optional*, defaults to the drafter's): dtype of the head.
 
     Raises:
         `ValueError`: if the drafter was made for a target of another kind or shape.
@@ -122,7 +122,7 @@ class TargetHead:
 
     @cached_property
     def linear(self) -> nn.Linear:
-        """The product, as a layer of its own. Cut out when it is first needed: not all calls draft."""
+        """The LM head as a linear layer. It is made at its first use, because not all calls draft."""
         weight, bias = _parameters_of(self._output)
         if self._known_ids is not None:
             rows = self._known_ids.to(weight.device)
@@ -136,17 +136,17 @@ class TargetHead:
 
     @cached_property
     def vocab_ids(self) -> Tensor | None:
-        """Target ids of the draft vocabulary, of shape `(draft_vocab_size,)`; `None` where the two are the same."""
+        """Target ids of the draft vocabulary, of shape `(draft_vocab_size,)`; `None` for the whole vocabulary."""
         return None if self._known_ids is None else self._known_ids.to(self.linear.weight.device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The target's embeddings of `token_ids`: one more dimension, `hidden_size` wide."""
+        """The target's embeddings of `token_ids` of shape `(...)`, of shape `(..., hidden_size)`."""
         with torch.no_grad():
             return self._embedding(token_ids)
 
     def logits(self, features: Tensor) -> Tensor:
         """
-        The target's logits of `features`, as its own forward would give them, over the draft vocabulary.
+        The logits that the target's own forward computes from `features`, for the draft vocabulary.
 
         Args:
             features (`torch.Tensor` of shape `(..., hidden_size)`): true or predicted features.
@@ -154,7 +154,7 @@ class TargetHead:
         Returns:
             `torch.Tensor` of shape `(..., draft_vocab_size or vocab_size)`.
         """
-        # As one matrix: a batch of strided rows would make the product copy the weight.
+        # One matrix: for a batch of strided rows the product would copy the weight.
         rows = features.reshape(-1, features.shape[-1]).to(self.linear.weight.dtype)
         logits = self.linear(rows).view(*features.shape[:-1], -1)
         if self._scale != 1.0:
@@ -164,12 +164,12 @@ class TargetHead:
         return logits
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Ids in the target's vocabulary of ids in the draft vocabulary."""
+        """Converts ids of the draft vocabulary to ids of the target's vocabulary."""
         return draft_ids if self.vocab_ids is None else self.vocab_ids[draft_ids]
 
 
 def _parameters_of(output: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of an LM head, as ordinary tensors: it may be packed, or offloaded by accelerate."""
+    """Weight and bias of an LM head as ordinary tensors, also if it is packed, or offloaded by accelerate."""
     weight, bias = output.weight, getattr(output, "bias", None)
     hook = getattr(output, "_hf_hook", None)
     if weight.is_meta and hook is not None:
@@ -181,17 +181,17 @@ def _parameters_of(output: Any) -> tuple[Tensor, Tensor | None]:
 
 def check_target(drafter: FalconDraftNetwork, target: PreTrainedModel) -> None:
     """
-    Refuses a target that the drafter cannot draft for.
+    Checks that a drafter can draft for a target.
 
     Raises:
-        `ValueError`: naming the field that differs, both values, and the remedy.
+        `ValueError`: if it cannot; it names the field that differs, both values, and the remedy.
     """
     config = drafter.config
     text_config = target.config.get_text_config(decoder=True)
     output = target.get_output_embeddings()
     if output is None or not hasattr(output, "weight"):
         raise ValueError(
-            f"{type(target).__name__} has no LM head that a drafter could borrow (`get_output_embeddings()` is "
+            f"{type(target).__name__} has no LM head for a drafter to use (`get_output_embeddings()` is "
             f"{type(output).__name__}): use a causal language model whose head is a linear layer."
         )
     found = {
@@ -214,7 +214,7 @@ def check_target(drafter: FalconDraftNetwork, target: PreTrainedModel) -> None:
 
 
 def was_trained_for(drafter: FalconDraftNetwork, target: PreTrainedModel) -> bool:
-    """Whether the target's weights are those the drafter was trained for, as far as that can be told."""
+    """Whether the drafter was trained for the target's weights; `True` if their fingerprints are not known."""
     expected = drafter.config.target_fingerprint
     actual = weights_fingerprint(target) if expected is not None else None
     return expected is None or actual is None or actual == expected

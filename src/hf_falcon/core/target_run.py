@@ -13,6 +13,7 @@ from transformers.utils import ModelOutput
 
 from .acceleration import target_acceleration
 from .caches import RaggedLayer, RowLengths, give_back, grow_in_place
+from .hook import leave_past_recording, prefill
 from .modeling_falcon_draft import additive_mask
 from .target_parts import FeatureTap
 from .target_support import SLIDING, layer_kinds, rope_boundary
@@ -24,7 +25,7 @@ Steps = tuple[tuple[Tensor, ...], ...]
 
 class LayerOutputs:
     """
-    What the target's layers gave for each emitted token; nothing, where the call does not ask for it.
+    The outputs of the target's layers for each emitted token; empty where the call does not ask for them.
 
     Args:
         generation_config ([`GenerationConfig`]): configuration of the call.
@@ -38,11 +39,11 @@ class LayerOutputs:
         ]
         self.hidden_states: Steps | None = () if "hidden_states" in asked else None
         self.attentions: Steps | None = () if "attentions" in asked else None
-        # What the target's forward is to be asked for.
+        # Arguments of the target's forward.
         self.arguments = {f"output_{name}": True for name in asked}
 
     def add_step(self, outputs: ModelOutput) -> None:
-        """Takes a forward that plain decoding runs just so: the prompt, or a single token."""
+        """Adds the outputs of a forward that plain decoding runs in the same way: the prompt, or a single token."""
         if self.hidden_states is not None:
             self.hidden_states += (outputs.hidden_states,)
         if self.attentions is not None:
@@ -50,7 +51,7 @@ class LayerOutputs:
 
     def add_path(self, outputs: ModelOutput, path: Tensor, windows: Sequence[int | None]) -> None:
         """
-        Takes a tree's forward: of its nodes those that were accepted, each with the keys of its own path alone.
+        Adds the outputs of a tree's forward for its accepted nodes, each with the keys of its own path alone.
 
         Args:
             outputs ([`ModelOutput`]): of a forward over all nodes.
@@ -61,13 +62,13 @@ class LayerOutputs:
             rows = [states.index_select(1, path.to(states.device)).split(1, dim=1) for states in outputs.hidden_states]
             self.hidden_states += tuple(zip(*rows))
         if self.attentions is not None:
-            # Attention that gives no weights gives no layers either.
+            # An attention function without weights gives no layers either.
             steps = [_attentions(*each, path) for each in zip(outputs.attentions, windows)]
             self.attentions += tuple(zip(*steps)) if steps else ((),) * path.shape[0]
 
 
 def _attentions(weights: Tensor, window: int | None, path: Tensor) -> list[Tensor]:
-    """Weights of shape `(1, heads, nodes, cached + nodes)` as those of one token after the other."""
+    """Weights of shape `(1, heads, nodes, cached + nodes)` as plain decoding gives them, one token after the other."""
     path = path.to(weights.device)
     cached = weights.shape[-1] - weights.shape[-2]
     keys = torch.cat((torch.arange(cached, device=path.device), cached + path))
@@ -87,7 +88,7 @@ class TargetRun:
         model ([`PreTrainedModel`]): the target.
         input_ids (`torch.LongTensor` of shape `(1, length)`): the prompt.
         generation_config ([`GenerationConfig`]): configuration of the call.
-        model_kwargs (`dict`): what `generate` prepared, with a [`DynamicCache`] in it.
+        model_kwargs (`dict`): the model's arguments that `generate` prepared, a [`DynamicCache`] among them.
         feature_layers (sequence of `int`, *optional*): see [`FeatureTap`].
     """
 
@@ -108,16 +109,16 @@ class TargetRun:
         self._kinds = sorted(layer_kinds(model.config))
         self._rope_boundary, self._rope_never_settles = rope_boundary(self._config)
         padding = model_kwargs.get("attention_mask")
-        # Cached slots that hold padding stay hidden; without padding there is nothing to look at.
+        # Cached slots that hold padding stay hidden.
         self._hidden_slots = None if padding is None or bool(padding.all()) else ~padding[0].bool()
         self._num_hidden = 0 if self._hidden_slots is None else int(self._hidden_slots.sum())
-        # What a position is more than its slot in the cache.
+        # The difference between a position and its slot in the cache.
         self._position_shift = 0
         self.layer_outputs = LayerOutputs(generation_config)
         self._outputs: Any = None
         reads_layers = bool(feature_layers or self.layer_outputs.arguments)
         self.acceleration = target_acceleration(model, reads_layers=reads_layers)
-        # Tokens in the cache that stay there, whatever happens to a round.
+        # Tokens in the cache that stay there if a round breaks off.
         self._kept: int | None = None
 
     @property
@@ -139,7 +140,8 @@ class TargetRun:
             cache yet, of shape `(1, positions, hidden_size)`.
         """
         with self._tap as tap:
-            outputs = self.model._prefill(
+            outputs = prefill(
+                self.model,
                 input_ids,
                 self._generation_config,
                 self._model_kwargs,
@@ -147,7 +149,7 @@ class TargetRun:
             )
         self._adopt(outputs.past_key_values)
         self.layer_outputs.add_step(outputs)
-        # Positions go on from the prompt's last one, where padding or the caller has put it.
+        # Positions continue from the prompt's last one, which padding or the caller may have shifted.
         positions = self._model_kwargs.get("position_ids")
         self._position_shift = 0 if positions is None else int(positions[..., -1].max()) + 1 - self.length
         return outputs.logits[:, -1], tap.take()
@@ -201,7 +203,7 @@ class TargetRun:
             self.cache.crop(nodes - len(tree))
         return outputs.logits[0, :nodes], tap.take()[:, :nodes]
 
-    def keep(self, path: Tensor, nodes: int) -> None:
+    def accept(self, path: Tensor, nodes: int) -> None:
         """
         Keeps the nodes of `path` of the `nodes` nodes just scored, and drops the others.
 
@@ -211,7 +213,7 @@ class TargetRun:
         """
         self._keep_outputs(path, nodes)
         kept, sources, found = path.shape[0], path, None
-        # Nodes that stand where they belong need not move. To look is to wait for the device, where that is not a CPU.
+        # Nodes that are in their place need not move. On a device other than a CPU, finding out would synchronise.
         moves = path.device.type != "cpu" or path.tolist() != list(range(kept))
         for layer in self.cache.layers:
             if not layer.is_initialized or not moves:
@@ -237,7 +239,7 @@ class TargetRun:
 
     def dry_run(self, nodes: int) -> Tensor:
         """
-        Scores the root and `nodes` draft nodes of no meaning, and forgets them: for timing.
+        Scores the root and `nodes` draft nodes that mean nothing, and drops them: a dummy forward, for timing.
 
         Returns:
             `torch.Tensor` of shape `(1 + nodes, vocab_size)`: their logits.
@@ -249,30 +251,28 @@ class TargetRun:
     def finish(self) -> Cache:
         """The cache as plain decoding would leave it: a next turn may start from it, with or without a drafter."""
         for layer in self.cache.layers:
-            # A round that broke off leaves its tree there, and one that did so in the target in some layers only.
+            # A round that broke off leaves its tree there; in some layers only, if it broke off inside the target.
             if self._kept is not None and layer.get_seq_length() > self._kept:
                 layer.crop(self._kept - layer.get_seq_length())
         give_back(self.cache)
         for layer in self.cache.layers:
-            if getattr(layer, "record_past", False):
-                # transformers has no call for it. Left on, 5.17 fails at the next forward without a crop.
-                layer.record_past = False
+            leave_past_recording(layer)
         return self.cache
 
     def _adopt(self, cache: Cache) -> None:
-        """Takes the cache that a forward returned: where rotary frequencies change, Phi3 returns another one."""
+        """Adopts the cache that a forward returned: where rotary frequencies change, Phi3 returns another one."""
         if cache is not self.cache:
             give_back(self.cache)
         self.cache = cache
-        # Layers with a window drop nothing of a tree before they are cropped.
+        # Layers with a window then keep the rows of a tree until they are cropped.
         cache.activate_past_recording()
         cache.crop(0)
         grow_in_place(cache)
         self._kept = self.length
 
     def _starts_anew(self, input_ids: Tensor) -> bool:
-        """Whether plain decoding drops its cache here and runs all anew, as Phi3 does with its long frequencies."""
-        # With padding the context reaches the boundary later than the cache does, and nothing is to be computed anew.
+        """Whether plain decoding drops its cache here and runs the whole text again, as Phi3 does at its boundary."""
+        # With padding the context reaches the boundary later than the cache does, and the cache is kept.
         if self._rope_boundary is None or self.length != self._rope_boundary or self._num_hidden > 0:
             return False
         inputs = self.model.prepare_inputs_for_generation(
@@ -313,7 +313,7 @@ class BatchedTargetRun:
     Args:
         model ([`PreTrainedModel`]): the target.
         generation_config ([`GenerationConfig`]): configuration of the call.
-        model_kwargs (`dict`): what `generate` prepared, with an empty [`DynamicCache`] in it.
+        model_kwargs (`dict`): the model's arguments that `generate` prepared, an empty [`DynamicCache`] among them.
         feature_layers (sequence of `int`, *optional*): see [`FeatureTap`].
     """
 
@@ -333,11 +333,11 @@ class BatchedTargetRun:
         self._model_kwargs = model_kwargs
         self._kinds = sorted(layer_kinds(model.config))
         self._own_layers: list[Any] = self.cache.layers
-        # Slots of the prompts that are no padding, for each row of the batch, and slots of a prompt.
+        # For each row of the batch the slots of its prompt without padding; and the slots of a prompt.
         self._slots: list[Tensor] = []
         self._prompt_length = 0
         self._lengths = RowLengths([], model.device)
-        # What to add to a token's place in its row for the position that plain decoding gives it.
+        # The difference between a token's position in plain decoding and its place in its row.
         self._offsets = torch.empty(0)
 
     @property
@@ -359,7 +359,7 @@ class BatchedTargetRun:
             `(1, its tokens, hidden_size)`, without its padding.
         """
         with self._tap as tap:
-            outputs = self.model._prefill(input_ids, self._generation_config, self._model_kwargs)
+            outputs = prefill(self.model, input_ids, self._generation_config, self._model_kwargs)
         features = tap.take()
         mask = self._model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
@@ -378,7 +378,7 @@ class BatchedTargetRun:
 
     def score(self, trees: Sequence[DraftTree]) -> tuple[Tensor, Tensor]:
         """
-        One forward over the nodes of all rows' trees; smaller trees are filled up with nodes that nobody reads.
+        One forward over the nodes of all rows' trees; smaller trees are padded.
 
         Args:
             trees (sequence of [`DraftTree`]): one for each row.
@@ -390,7 +390,7 @@ class BatchedTargetRun:
         rows, nodes, device = len(trees), max(map(len, trees)), self.model.device
         tokens = torch.zeros(rows, nodes, dtype=torch.long, device=device)
         depths = torch.ones_like(tokens)
-        # A filling node sees itself, as a node that sees nothing has no attention.
+        # A padding node sees itself: attention over nothing is not defined.
         visible = torch.eye(nodes, dtype=torch.bool, device=device).repeat(rows, 1, 1)
         for row, tree in enumerate(trees):
             size = len(tree)
@@ -409,9 +409,12 @@ class BatchedTargetRun:
             )
         return outputs.logits, tap.take()
 
-    def keep(self, paths: Sequence[Tensor]) -> None:
+    def accept(self, paths: Sequence[Tensor]) -> None:
         """
-        Keeps the nodes of each row's path (`(kept,)`, in order) of what was just scored, and drops the others.
+        Keeps the nodes of each row's path in the cache, and drops the other nodes that were just scored.
+
+        Args:
+            paths (sequence of `torch.LongTensor` of shape `(kept,)`): nodes to keep, in order, for each row.
         """
         counts = [len(path) for path in paths]
         moves = torch.arange(max(counts), device=self.model.device).repeat(len(paths), 1)
@@ -425,7 +428,7 @@ class BatchedTargetRun:
         self._lengths.advance(counts)
 
     def select(self, rows: Sequence[int]) -> None:
-        """Goes on with the rows at these indices only."""
+        """Drops all rows but those at these indices."""
         indices = torch.tensor(rows, device=self.model.device)
         self._lengths.values = [self._lengths.values[row] for row in rows]
         self._offsets = self._offsets[indices]
@@ -433,17 +436,17 @@ class BatchedTargetRun:
             layer.select(indices)
 
     def dry_run(self, nodes: int) -> None:
-        """Scores a root and `nodes` draft nodes of no meaning in each row, and forgets them: for timing."""
+        """A dummy forward, for timing: scores a root and `nodes` draft nodes in each row, and drops them."""
         self.score([star(nodes, self.model.device)] * len(self.lengths))
 
     def finish(self, sequences: Tensor | None) -> Cache:
         """
-        Gives the cache back.
+        Returns the cache to the call.
 
         Args:
-            sequences (`torch.LongTensor` of shape `(rows, length)`, *optional*): what was generated, with padding
-                behind what ended early. If given, the cache is as plain decoding leaves it: every token of every row
-                but the last ones. All rows must still be there.
+            sequences (`torch.LongTensor` of shape `(rows, length)`, *optional*):
+                The generated rows, padded at their ends. If given, the cache is as plain decoding leaves it, with
+                every token of every row but the last ones. All rows must still be in the cache.
         """
         layers, self.cache.layers = self.cache.layers, self._own_layers
         if sequences is None:
@@ -460,14 +463,14 @@ class BatchedTargetRun:
         return self.cache
 
     def _run_rest(self, sequences: Tensor) -> None:
-        """Runs what rows of `sequences` that ended early have behind their end."""
+        """Runs the padding of the rows of `sequences` that ended early."""
         ends = [len(slots) + sequences.shape[1] - self._prompt_length for slots in self._slots]
         missing = [end - length for end, length in zip(ends, self.lengths)]
         if max(missing) == 0:
             return
         chains = []
         for row, count in enumerate(missing):
-            # A row with nothing missing runs a token that is not kept.
+            # A row that misses nothing runs a token that is not kept.
             tokens = sequences[row, sequences.shape[1] - max(count, 1) :].to(self.model.device)
             nodes = torch.arange(len(tokens), device=self.model.device)
             chains.append(DraftTree(tokens, (nodes - 1).clamp(min=0), nodes, nodes[:, None] >= nodes))

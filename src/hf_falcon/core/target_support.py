@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from .hook import attention_implementation, is_stateful
 from .target_parts import decoder_of
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -29,7 +30,7 @@ _MASKED_ATTENTION = ("eager", "sdpa")
 
 _CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
 
-# What `generate` hands on for a plain text prompt. Anything else (images, token types) is not ours to shift.
+# Arguments of the model that `generate` prepares for a text prompt. A tree cannot shift others (images, token types).
 _KNOWN_INPUTS = {
     "attention_mask",
     "inputs_embeds",
@@ -43,7 +44,7 @@ _KNOWN_INPUTS = {
     "return_dict",
 }
 
-# What treats each row for itself and keeps nothing from call to call; by exact type, a subclass may do anything.
+# Processors and criteria that treat each row by itself and keep no state; by exact type, as a subclass may differ.
 _ROWWISE_PROCESSORS = {
     generation.EpsilonLogitsWarper,
     generation.EtaLogitsWarper,
@@ -96,7 +97,7 @@ def unsupported_reason(
     model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any]
 ) -> str | None:
     """
-    Why trees cannot be verified in this call, in words that finish "plain decoding runs, because ...".
+    The reason why trees cannot be verified in this call; it completes "plain decoding runs: ...".
 
     Returns:
         `str`, or `None` where they can.
@@ -105,17 +106,17 @@ def unsupported_reason(
     cache = model_kwargs.get("past_key_values")
     if model.config.is_encoder_decoder:
         return "the target is an encoder-decoder model"
-    # BERT and its kin; GPT-NeoX's configuration says the same, and means nothing by it.
+    # BERT's kind. GPT-NeoX's configuration has the field as well, but GPT-NeoX is a decoder.
     if hasattr(config, "add_cross_attention") and not getattr(config, "is_decoder", True):
         return "the target is an encoder (`is_decoder` is False), which keeps no cache"
     if config.model_type == "git":
-        return "the target makes room for images in its mask, even where there are none"
+        return "the target's mask has room for images, even without any"
     if _uses_alibi(config):
         return "the target uses ALiBi positions, which cannot follow a tree"
     if model.device.type == "meta":
-        return "the target's embedding is offloaded, so that its device cannot be told"
+        return "the target's embedding is offloaded, so its device is unknown"
     if any(_is_compiled(module) for module in (model, decoder_of(model))):
-        return "the target is compiled by `torch.compile`, and so keeps its features to itself"
+        return "the target is compiled by `torch.compile`, which hides its features"
     if any(isinstance(module, torch.ao.nn.quantized.dynamic.Linear) for module in model.modules()):
         return (
             "the target's linear layers quantise all rows of a forward by one scale, so that each changes the others"
@@ -125,9 +126,9 @@ def unsupported_reason(
     if missing:
         return f"the target takes no `{missing[0]}`, which a tree needs"
     unknown = layer_kinds(model.config) - {FULL, SLIDING}
-    if unknown or getattr(model, "_is_stateful", False):
+    if unknown or is_stateful(model):
         return f"the target has layers of kind {sorted(unknown) or 'recurrent'}, which cannot be rolled back"
-    attention = getattr(config, "_attn_implementation", None) or "eager"
+    attention = attention_implementation(config) or "eager"
     if attention not in _MASKED_ATTENTION:
         return f"`attn_implementation` is {attention!r}, which takes no tree mask (use one of {_MASKED_ATTENTION})"
     if not isinstance(cache, DynamicCache) or getattr(cache, "offloading", False):
@@ -153,16 +154,16 @@ def unsupported_reason(
 
 
 def _moves_positions(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> bool:
-    """Whether a step of plain decoding has positions of the model's own, or shifted ones, not those of `generate`."""
+    """Whether the model replaces or shifts the positions that `generate` prepares for a step of plain decoding."""
     prepared = model_kwargs.get("position_ids")
     if prepared is None:
         return False
-    # A step has tokens, whatever the prompt has.
+    # A step has tokens, even if the prompt has none.
     arguments = {name: value for name, value in model_kwargs.items() if name != "inputs_embeds"}
     tokens = input_ids if input_ids.shape[1] > 0 else input_ids.new_zeros(input_ids.shape[0], 1)
     step = model.prepare_inputs_for_generation(tokens, next_sequence_length=1, **arguments)
     taken = step.get("position_ids")
-    # Where Phi3's frequencies change the step is the whole text anew.
+    # Where Phi3's frequencies change, the step is the whole text.
     return taken is None or not torch.equal(taken[..., -1:], prepared[..., -1:])
 
 
@@ -184,8 +185,8 @@ def _uses_alibi(config: PreTrainedConfig) -> bool:
 
 def rope_boundary(config: PreTrainedConfig) -> tuple[int | None, bool]:
     """
-    The context length from which rotary frequencies depend on the length itself, and whether they go on to change
-    with every token there (`dynamic`), or have changed once (`longrope`).
+    The context length from which rotary frequencies depend on the length itself, and whether they change with every
+    further token (`dynamic`) or only once (`longrope`).
     """
     parameters = getattr(config, "rope_parameters", None) or {}
     for rope in (parameters, *[p for p in parameters.values() if isinstance(p, dict)]):
@@ -206,7 +207,7 @@ def unsupported_batch_reason(
     model_kwargs: Mapping[str, Any],
 ) -> str | None:
     """
-    Why the rows of a batch cannot get ahead of each other in this call, as [`unsupported_reason`] says it.
+    The reason why the rows of a batch cannot advance independently in this call; see [`unsupported_reason`].
 
     Returns:
         `str`, or `None` where they can.
@@ -217,11 +218,11 @@ def unsupported_batch_reason(
         return f"the batch has several rows, and {odd[0]} may look at all of them at once"
     kinds = {type(each) for each in stopping_criteria}
     if generation.EosTokenCriteria not in kinds and kinds - {generation.MaxLengthCriteria}:
-        return "the batch has several rows, and without an `eos_token_id` rows that have ended are written on"
+        return "the batch has several rows, and without an `eos_token_id` rows that have ended continue"
     if rope_boundary(model.config.get_text_config(decoder=True))[0] is not None:
         return "the batch has several rows, and the target's rotary frequencies depend on the longest"
     if model_kwargs["past_key_values"].get_seq_length() > 0:
-        return "the batch has several rows and goes on from a cache"
+        return "the batch has several rows and continues from a cache"
     mask = model_kwargs.get("attention_mask")
     if mask is not None and not bool(mask.any(dim=-1).all()):
         return "the batch has a row that is all padding"
@@ -233,5 +234,5 @@ def unsupported_batch_reason(
     outputs = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
     wanted = [name for name in outputs if getattr(generation_config, name)]
     if generation_config.return_dict_in_generate and wanted:
-        return f"the batch has several rows, and `{wanted[0]}` was asked for, also of rows that have ended"
+        return f"the batch has several rows, and `{wanted[0]}` was asked for, which covers rows that have ended"
     return None

@@ -1,10 +1,11 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-Trees of draft tokens: fixed ones (Falcon, section 3.4) and best-first ones with a node budget (EAGLE-2, DDTree).
+Trees of draft tokens: static trees (Falcon, section 3.4) and dynamic trees, best first with a node budget (EAGLE-2,
+DDTree).
 
-A tree grows level by level. Both kinds answer one protocol: `start()` gives a round; `round.add` takes the candidates
-of a level; `round.branches` says which of them the next level continues; `round.finish` gives the [`DraftTree`] to
-verify. What a level costs is not the tree's concern: one draft pass serves as many levels as its blocks are long.
+A tree grows level by level. Both kinds have the same interface: `start()` returns a round; `round.add` takes the
+candidates of a level; `round.branches` returns the nodes that the next level continues; `round.finish` returns the
+[`DraftTree`] to verify. One draft pass gives the candidates of `block_size` levels.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ class DraftTree:
         token_ids (`torch.LongTensor` of shape `(nodes,)`): token of each node, in the target's vocabulary.
         parents (`torch.LongTensor` of shape `(nodes,)`): parent of each node; the root is its own.
         depths (`torch.LongTensor` of shape `(nodes,)`): distance from the root.
-        visible (`torch.BoolTensor` of shape `(nodes, nodes)`): `True` where the row's node has the column's node as
-            ancestor, or is it.
+        visible (`torch.BoolTensor` of shape `(nodes, nodes)`): `True` if the column's node is the row's node, or an
+            ancestor of it.
         log_probs (`torch.Tensor` of shape `(nodes,)`, *optional*): log-probability of each node's path; the root's
             is 0.
-        proposals (`torch.Tensor` of shape `(inner nodes, draft_vocab_size)`, *optional*): where children were drawn,
-            the distribution that they are of, for each node that has some.
+        proposals (`torch.Tensor` of shape `(inner nodes, draft_vocab_size)`, *optional*): for each node with children
+            that were drawn at random, the distribution that they were drawn from.
     """
 
     token_ids: Tensor
@@ -57,7 +58,7 @@ class DraftTree:
         visible[:, 0] = True
         visible.fill_diagonal_(True)
         token_ids, parents = F.pad(self.token_ids, (0, more)), F.pad(self.parents, (0, more))
-        # No deeper than the root: how far positions go changes what some models compute.
+        # Padding nodes have the root's depth, because the largest position changes the outputs of some models.
         return DraftTree(token_ids, parents, F.pad(self.depths, (0, more)), visible)
 
 
@@ -67,11 +68,11 @@ class Branches:
     Nodes of the last level that the next one continues.
 
     Args:
-        rows (`torch.LongTensor` of shape `(width,)`): the parent of each, as its row in the candidates last added.
-        token_ids (`torch.LongTensor` of shape `(width,)`): their tokens.
-        log_probs (`torch.Tensor` of shape `(width,)`, *optional*): log-probabilities of their whole paths, in
+        rows (`torch.LongTensor` of shape `(width,)`): the parent of each node, as a row of the last candidates.
+        token_ids (`torch.LongTensor` of shape `(width,)`): tokens of the nodes.
+        log_probs (`torch.Tensor` of shape `(width,)`, *optional*): log-probabilities of the nodes' paths, in
             descending order.
-        depth (`int`, *optional*): their level, from 1.
+        depth (`int`, *optional*): level of the nodes, from 1.
     """
 
     rows: Tensor
@@ -82,7 +83,7 @@ class Branches:
 
 def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
     """
-    Who is an ancestor of whom: as many steps as the tree is deep, whatever the number of nodes.
+    Marks the ancestors of each node. It takes one step for each level, for any number of nodes.
 
     Args:
         parents (`torch.LongTensor` of shape `(nodes,)`): parent of each node; the root is its own.
@@ -107,7 +108,7 @@ def single_node(root: Tensor) -> DraftTree:
 
 
 def star(nodes: int, device: torch.device) -> DraftTree:
-    """A root with `nodes` children, tokens of no meaning: for timing."""
+    """A root with `nodes` children of token 0, for dummy forwards."""
     parents = torch.zeros(nodes + 1, dtype=torch.long, device=device)
     depths = torch.ones_like(parents)
     depths[0] = 0
@@ -122,7 +123,7 @@ def validate_paths(paths: Iterable[Sequence[int]]) -> list[Path]:
         `list[tuple[int, ...]]`: the paths, by depth, then by ranks.
 
     Raises:
-        `ValueError`: for an empty tree, a path that stands twice, a negative rank, or a path without its parent.
+        `ValueError`: for an empty tree, a repeated path, a negative rank, or a path without its parent.
     """
     nodes = [tuple(path) for path in paths]
     if not nodes:
@@ -141,13 +142,13 @@ def validate_paths(paths: Iterable[Sequence[int]]) -> list[Path]:
 
 def static_paths(num_nodes: int, max_depth: int, max_children: int) -> list[Path]:
     """
-    A static tree: the nodes that are most likely to be accepted when a child of rank r is the right one with
-    probability 0.6 / (r + 1)^1.7. That falls as acceptance was measured to fall; only the order matters.
+    A static tree of the nodes with the highest acceptance, if the child of rank r is accepted with probability
+    0.6 / (r + 1)^1.7. Measured acceptance falls with the rank in this way; only the order of nodes matters.
 
     Args:
-        num_nodes (`int`): nodes of the tree, the root not counted; fewer where no more fit.
-        max_depth (`int`): levels at most.
-        max_children (`int`): children of one node at most.
+        num_nodes (`int`): nodes of the tree without the root. The tree has fewer if no more fit.
+        max_depth (`int`): the largest number of levels.
+        max_children (`int`): the largest number of children of one node.
 
     Returns:
         `list[tuple[int, ...]]`: see [`validate_paths`].
@@ -168,14 +169,14 @@ def static_paths(num_nodes: int, max_depth: int, max_children: int) -> list[Path
 
 class StaticTree:
     """
-    A fixed tree, laid out once; a round that may only go less deep uses a slice of it.
+    A fixed tree. Its mask and indices are computed once; a round with less depth uses a slice of them.
 
     Args:
         paths (`list[tuple[int, ...]]`): see [`validate_paths`].
-        device (`torch.device`, *optional*, defaults to `"cpu"`): where the drafter is.
+        device (`torch.device`, *optional*, defaults to `"cpu"`): the drafter's device.
 
     Raises:
-        `ValueError`: if the paths are no tree.
+        `ValueError`: if the paths do not form a tree.
     """
 
     def __init__(self, paths: Iterable[Sequence[int]], device: torch.device | str = "cpu"):
@@ -187,7 +188,7 @@ class StaticTree:
         self.parents = torch.tensor([0] + [index[path[:-1]] for path in nodes], device=device)
         self.depths = torch.tensor(depths, device=device)
         self.visible = ancestor_mask(self.parents, self.max_depth)
-        # Nodes up to each depth: nodes are sorted by depth, so a shallower tree is a prefix.
+        # The number of nodes up to each depth. Nodes are sorted by depth, so a shallower tree is a prefix.
         self.nodes_to_depth = [sum(depth <= d for depth in depths) for d in range(self.max_depth + 1)]
         self.levels: list[StaticLevel] = []
         inner_nodes = {path[:-1] for path in nodes}
@@ -212,7 +213,7 @@ class StaticTree:
 
 @dataclass
 class StaticLevel:
-    """Where each node of a level takes its token from (row and rank of the candidates), and which have children."""
+    """For each node of a level, the row and rank of its token among the candidates; the same for its inner nodes."""
 
     rows: Tensor
     ranks: Tensor
@@ -231,13 +232,13 @@ class StaticRound:
 
     def add(self, log_probs: Tensor, token_ids: Tensor, *proposals: Tensor) -> None:
         """
-        See [`DynamicRound.add`]; a static tree does not look at probabilities. It keeps `proposals`, the distributions
+        See [`DynamicRound.add`]. A static tree does not use probabilities. It keeps `proposals`, the distributions
         that the candidates were drawn from, of shape `(rows, draft_vocab_size)`.
         """
         level = self._tree.levels[len(self._tokens)]
         self._candidates = token_ids
         self._tokens.append(token_ids[level.rows, level.ranks])
-        # Rows are the nodes with children of the level above, in their order; all levels' are those of the tree.
+        # The rows of all levels together are the nodes with children, in their order.
         self._proposals += proposals
 
     def branches(self) -> Branches | None:
@@ -250,11 +251,11 @@ class StaticRound:
         return Branches(level.extended_rows, tokens, depth=depth)
 
     def best(self) -> Tensor:
-        """See [`DynamicRound.best`]; no node is better than another."""
+        """See [`DynamicRound.best`]. A static tree ranks no nodes."""
         return torch.empty(0)
 
     def finish(self, root: Tensor, size: Callable[[Tensor], int] = len) -> DraftTree:
-        """See [`DynamicRound.finish`]; a static tree has its own size."""
+        """See [`DynamicRound.finish`]. The size of a static tree is fixed."""
         tree = self._tree
         nodes = tree.nodes_to_depth[len(self._tokens)]
         tokens = torch.cat([root, *self._tokens])
@@ -266,13 +267,13 @@ class StaticRound:
 
 class DynamicTree:
     """
-    The `num_nodes` most probable nodes of all that are drafted (EAGLE-2's expand and rerank).
+    The `num_nodes` most probable nodes of all drafted nodes (EAGLE-2's expand and rerank).
 
     Args:
-        num_nodes (`int`): node budget, the root not counted.
-        max_depth (`int`): levels at most.
-        max_children (`int`): candidates for one node's children.
-        width (`int`): nodes that a level continues.
+        num_nodes (`int`): node budget, without the root.
+        max_depth (`int`): the largest number of levels.
+        max_children (`int`): candidates for the children of one node.
+        width (`int`): nodes of a level that the next level continues.
     """
 
     def __init__(self, num_nodes: int, max_depth: int, max_children: int, width: int):
@@ -287,12 +288,12 @@ class DynamicTree:
 
 
 class DynamicRound:
-    """One round of a [`DynamicTree`]: collects the candidates of the levels and keeps the most probable."""
+    """One round of a [`DynamicTree`]: it collects the candidates of all levels and keeps the most probable nodes."""
 
     def __init__(self, tree: DynamicTree, max_depth: int):
         self._tree, self._max_depth = tree, max_depth
         self._count = 0
-        # Of the rows of the coming level: log-probability and index of the node that each one continues.
+        # For each row of the next level: log-probability and index of the node that it continues.
         self._row_scores: Tensor | None = None
         self._row_nodes: Tensor | None = None
         self._scores: list[Tensor] = []
@@ -302,7 +303,7 @@ class DynamicRound:
 
     def add(self, log_probs: Tensor, token_ids: Tensor) -> None:
         """
-        Takes the candidates of a level: of the root at first, then of each of the `branches`.
+        Adds the candidates of a level: first the root's, then the candidates of each node in `branches`.
 
         Args:
             log_probs (`torch.Tensor` of shape `(rows, max_children)`): log-probabilities, in descending order.
@@ -311,7 +312,7 @@ class DynamicRound:
         if self._row_scores is None or self._row_nodes is None:
             self._row_scores = log_probs.new_zeros(1)
             self._row_nodes = token_ids.new_full((1,), -1)
-        # A child's score is its parent's plus a number not above 0, and so never above it.
+        # A log-probability is at most 0, so a child's score is at most its parent's.
         self._scores.append((self._row_scores[:, None] + log_probs).reshape(-1))
         self._tokens.append(token_ids.reshape(-1))
         self._parents.append(self._row_nodes[:, None].expand_as(token_ids).reshape(-1))
@@ -319,7 +320,7 @@ class DynamicRound:
         self._depth += 1
 
     def branches(self) -> Branches | None:
-        """The most probable nodes of the last level, or `None` when no further level is allowed."""
+        """The most probable nodes of the last level, or `None` if no further level is allowed."""
         if self._depth in (0, self._max_depth):
             return None
         scores, tokens = self._scores[-1], self._tokens[-1]
@@ -329,7 +330,7 @@ class DynamicRound:
         return Branches(best.indices // self._tree.max_children, tokens[best.indices], best.values, self._depth)
 
     def best(self) -> Tensor:
-        """Log-probabilities of the most probable nodes so far, in descending order: `num_nodes` at most."""
+        """Log-probabilities of the most probable nodes so far, at most `num_nodes`, in descending order."""
         if not self._scores:
             return torch.empty(0)
         scores = torch.cat(self._scores)
@@ -337,12 +338,12 @@ class DynamicRound:
 
     def add_path(self, token_ids: Tensor, log_probs: Tensor) -> None:
         """
-        Takes a path from the root that was found elsewhere, after all levels. Nodes that are there already get its
-        log-probability where that is greater; the others are new.
+        Adds a path from the root that the drafter did not draft (prompt lookup), after all levels. A node that exists
+        already keeps the greater of both log-probabilities.
 
         Args:
-            token_ids (`torch.LongTensor` of shape `(length,)`): its tokens.
-            log_probs (`torch.Tensor` of shape `(length,)`): log-probability of each with all before it.
+            token_ids (`torch.LongTensor` of shape `(length,)`): the tokens of the path.
+            log_probs (`torch.Tensor` of shape `(length,)`): log-probability of the path up to each token.
         """
         node, depth, first = token_ids.new_full((1,), -1), 0, 0
         for scores, tokens, parents in zip(self._scores, self._tokens, self._parents):
@@ -369,11 +370,12 @@ class DynamicRound:
         Args:
             root (`torch.LongTensor` of shape `(1,)`): the newest token.
             size (`Callable[[Tensor], int]`, *optional*):
-                Says how many of the nodes to keep, given their log-probabilities in descending order; all by default.
+                Returns the number of nodes to keep, given their log-probabilities in descending order. By default all
+                nodes are kept.
         """
         if not self._scores:
             return single_node(root)
-        # Nodes are numbered parents first, so a stable sort cuts no child from a parent of equal probability.
+        # Parents have smaller numbers, so a stable sort keeps a parent before a child of the same probability.
         best = torch.cat(self._scores).sort(descending=True, stable=True)
         count = size(best.values[: self._tree.num_nodes])
         if count == 0:
@@ -381,7 +383,7 @@ class DynamicRound:
         chosen = best.indices[:count].sort().values
         place = torch.zeros(self._count + 1, dtype=torch.long, device=root.device)
         place[chosen] = torch.arange(1, count + 1, device=root.device)
-        # Parent -1 reads the last place, which is 0: the root.
+        # Parent -1 reads the last entry of `place`, which is 0: the root.
         parents = torch.cat((root.new_zeros(1), place[torch.cat(self._parents)[chosen]]))
         visible = ancestor_mask(parents, self._depth)
         tokens = torch.cat((root, torch.cat(self._tokens)[chosen]))

@@ -23,6 +23,7 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from .hook import allowed_tokens_function, pad_token
 from .statistics import NearTies
 from .tree import DraftTree
 
@@ -34,9 +35,9 @@ class StepNoise:
     """
     The noise of each step of a batch, as plain decoding draws it.
 
-    For one sample a row, `torch.multinomial` takes the largest of p / q, with q drawn from the exponential
+    To draw one token a row, `torch.multinomial` takes the largest p / q, where q is drawn from the exponential
     distribution for all rows and tokens at once. Here q is drawn once a step, in the order of the steps, when the
-    first row gets there; so the generator goes on from call to call as in plain decoding, too.
+    first row reaches it. So the random generator also advances from call to call as in plain decoding.
     """
 
     def __init__(self, rows: int):
@@ -51,13 +52,13 @@ class StepNoise:
         Args:
             probs (`torch.Tensor` of shape `(1, vocab_size)`): probabilities of the row.
             row (`int`): which of the rows it is.
-            step (`int`): which token of the row it is, from 0; never one that was forgotten.
+            step (`int`): which token of the row it is, from 0; its noise must not be dropped yet.
 
         Returns:
             `torch.LongTensor` of shape `(1,)`.
 
         Raises:
-            `RuntimeError`: where `torch.multinomial` raises it: if probabilities are negative, infinite or no numbers.
+            `RuntimeError`: as `torch.multinomial`: if probabilities are negative, infinite or NaN.
         """
         if not bool((probs >= 0).all() & probs.isfinite().all()):
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
@@ -65,8 +66,8 @@ class StepNoise:
             self._steps.append(torch.empty_like(probs.expand(self._rows, -1).contiguous()).exponential_())
         return (probs / self._steps[step - self._first][row]).argmax(dim=-1)
 
-    def forget(self, steps: int) -> None:
-        """Forgets the noise of all steps before `steps`, which no row needs any more."""
+    def drop(self, steps: int) -> None:
+        """Drops the noise of all steps before `steps`, which no row needs any more."""
         del self._steps[: max(0, steps - self._first)]
         self._first = max(self._first, steps)
 
@@ -178,7 +179,7 @@ def verify(tree: DraftTree, logits: Tensor, sequence: TokenSequence) -> tuple[Te
 
     Returns:
         The nodes whose tokens belong in the target's cache, the root first (`torch.LongTensor`): as many as tokens
-        were emitted, for the last emitted token has not been run. And how many emitted tokens were drafted.
+        were emitted, as the last emitted token has not been run. And how many emitted tokens were draft tokens.
     """
     if sequence.is_argmax:
         accepted_path, tokens = greedy_path(tree, logits)
@@ -195,7 +196,7 @@ def verify(tree: DraftTree, logits: Tensor, sequence: TokenSequence) -> tuple[Te
 
 def walk(tree: DraftTree, sequence: TokenSequence, choose: Callable[[int, list[int]], Tensor]) -> tuple[Tensor, int]:
     """
-    Walks down a tree node by node: the host does, as processors and criteria may read the whole prefix at every step.
+    Walks down a tree node by node, on the host: processors and criteria may read the whole prefix at every step.
 
     Args:
         tree, sequence: see [`verify`].
@@ -239,8 +240,7 @@ def greedy_path(tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor]:
 
 class BatchSequence:
     """
-    The sequences of one `generate` call for a batch. What plain decoding does in one step for all rows, each row does
-    when it gets there.
+    The sequences of one `generate` call for a batch. Each row takes a step of plain decoding when it reaches it.
 
     Args:
         input_ids (`torch.LongTensor` of shape `(rows, length)`): the prompts, padded on the left.
@@ -250,7 +250,7 @@ class BatchSequence:
         streamer ([`BaseStreamer`], *optional*): gets the tokens of a step once all rows have them.
     """
 
-    # Asked for where plain decoding runs.
+    # A call that asks for these is decoded plainly.
     scores = logits = None
 
     def __init__(
@@ -262,7 +262,7 @@ class BatchSequence:
         streamer: BaseStreamer | None = None,
     ):
         self.prompts = input_ids
-        # Of a single row only: see [`DraftStatistics`].
+        # Recorded for a single row only: see [`DraftStatistics`].
         self.near_ties = NearTies()
         self.noise = StepNoise(input_ids.shape[0])
         self.samples = generation_config.do_sample
@@ -276,7 +276,7 @@ class BatchSequence:
             )
             for row, ids in enumerate(input_ids.split(1))
         ]
-        self._padding = generation_config._pad_token_tensor
+        self._padding = pad_token(generation_config)
         self._streamer = streamer
         self._streamed = 0
 
@@ -286,6 +286,8 @@ class BatchSequence:
         rows = [row.input_ids[0] for row in self.rows]
         if len({len(row) for row in rows}) == 1:
             return torch.stack(rows)
+        # A row ends before the others by an EOS token only, and then `generate` has a padding token.
+        assert self._padding is not None
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=int(self._padding))
 
     @property
@@ -304,9 +306,9 @@ class BatchSequence:
         return max(row.new_tokens for row in self.rows)
 
     def stream(self) -> None:
-        """Hands on the steps that all rows have come to, and forgets their noise."""
+        """Streams the steps that all rows have reached, and drops their noise."""
         steps = self.steps
-        self.noise.forget(steps)
+        self.noise.drop(steps)
         if self._streamer is not None and steps > self._streamed:
             first = self.prompts.shape[1]
             for step in self.input_ids[:, first + self._streamed : first + steps].unbind(dim=1):
@@ -326,7 +328,7 @@ def _processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProce
 
 def _of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
     if isinstance(processor, generation.PrefixConstrainedLogitsProcessor):
-        allowed = processor._prefix_allowed_tokens_fn
+        allowed = allowed_tokens_function(processor)
         return generation.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
     if isinstance(processor, generation.RepetitionPenaltyLogitsProcessor):
         ignored = processor.prompt_ignore_length

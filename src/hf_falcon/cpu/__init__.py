@@ -1,0 +1,13 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+Faster execution on CPUs. Nothing here changes the algorithm, and nothing here travels with a drafter to the Hub: the
+core runs without it, and `backend.py` plugs it into `core/acceleration.py`.
+
+On request: `packing.py` and `packed_layouts.py` (`pack_weights`: weights in an order for products of a few rows);
+`compiling.py`, `compiled_rounds.py`, `compiled_passes.py` and `compiled_code.py` (`compile_rounds`: the target's
+forwards and the drafter's passes by `torch.compile`), with `compact_weights.py` and `compact_linears.py` (float32
+weights in fewer bytes for compiled code).
+
+By itself, during rounds: `skinny_gemm.py` (products of 4 to 12 rows, with AVX-512 and MKL) and `grouped_attention.py`
+(attention without copies of keys and values, for targets with grouped-query attention).
+"""

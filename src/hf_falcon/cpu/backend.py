@@ -1,17 +1,16 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Runs the target and the drafter faster on CPUs: what is packed, compiled, or computed for few rows at a time."""
+"""The CPU's backend: it plugs packed, compiled and skinny products into the target's forwards and the drafter's."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from ..core.acceleration import DrafterAcceleration, TargetAcceleration, register
-from ..core.caches import DraftCache
 from ..core.modeling_falcon_draft import FalconDraftNetwork
 from ..core.target_parts import TargetHead
 from .compiled_rounds import CompiledRounds, compiled_passes_of, compiled_rounds_of
@@ -22,16 +21,17 @@ from .skinny_gemm import linears_of, skinny_gemm
 
 class CpuTarget(TargetAcceleration):
     """
-    See [`TargetAcceleration`].
+    The target's forwards on a CPU; see [`TargetAcceleration`].
 
     Args:
         target ([`PreTrainedModel`]): the target.
-        compiled ([`CompiledRounds`], *optional*): its compiled forwards, where the call may use them.
+        compiled ([`CompiledRounds`], *optional*): its compiled forwards, if the call may use them.
     """
 
     def __init__(self, target: PreTrainedModel, compiled: CompiledRounds | None):
         self._target = target
         self._linears = linears_of(target)
+        self._shares_keys = _shares_keys(target)
         self.compiled = compiled
 
     @property
@@ -52,8 +52,9 @@ class CpuTarget(TargetAcceleration):
         rows, nodes = masks[0].shape[0], masks[0].shape[2]
         runs_compiled = self.compiled is not None and self.compiled.size_for(nodes) == nodes
         with ExitStack() as stack:
-            stack.enter_context(grouped_attention(masks))
-            # Code is compiled for layers that are swapped, whatever its rows.
+            if self._shares_keys:
+                stack.enter_context(grouped_attention(masks))
+            # Compiled code expects the swapped layers, for any number of rows.
             stack.enter_context(skinny_gemm(self._target, self._linears, None if runs_compiled else rows * nodes))
             if self.compiled is not None and runs_compiled:
                 stack.enter_context(self.compiled.round(cache, masks))
@@ -62,7 +63,7 @@ class CpuTarget(TargetAcceleration):
 
 class CpuDrafter(DrafterAcceleration):
     """
-    See [`DrafterAcceleration`].
+    The drafter's passes on a CPU; see [`DrafterAcceleration`].
 
     Args:
         drafter ([`FalconDraftNetwork`]): the drafter.
@@ -70,7 +71,7 @@ class CpuDrafter(DrafterAcceleration):
     """
 
     def __init__(self, drafter: FalconDraftNetwork, target: PreTrainedModel):
-        self._drafter = drafter
+        super().__init__(drafter)
         self._passes = compiled_passes_of(drafter, target)
         self.head = None if self._passes is None else self._passes.head
         self._linears = linears_of(drafter)
@@ -81,34 +82,32 @@ class CpuDrafter(DrafterAcceleration):
         linear = head.linear
         if self._head_linears is None or self._head_linears[0] is not linear:
             self._head_linears = linear, linears_of(linear)
-        with skinny_gemm(self._drafter, self._linears), skinny_gemm(linear, self._head_linears[1]):
+        with skinny_gemm(self.drafter, self._linears), skinny_gemm(linear, self._head_linears[1]):
             yield
 
-    def run_layers(
-        self,
-        drafter: FalconDraftNetwork,
-        fused: Tensor,
-        ends: Tensor,
-        position_ids: Tensor,
-        mask: Tensor,
-        cache: DraftCache,
-    ) -> Tensor:
-        if self._passes is None:
-            return drafter.run_layers(fused, ends, position_ids, mask, cache)
-        return self._passes.run_layers(drafter, fused, ends, position_ids, mask, cache)
+    @property
+    def run_layers(self) -> Callable[..., Tensor]:
+        return super().run_layers if self._passes is None else partial(self._passes.run_layers, self.drafter)
 
 
 class CpuBackend:
-    """See [`Backend`]. On other devices it changes nothing but what [`compile_rounds`] has compiled."""
+    """See [`Backend`]. On other devices only code that [`compile_rounds`] has compiled runs differently."""
 
     def for_target(self, target: PreTrainedModel, is_batch: bool, reads_layers: bool) -> CpuTarget:
-        # What single layers give does not come out of a compiled decoder.
+        # A compiled decoder does not give the outputs of single layers.
         return CpuTarget(target, None if is_batch or reads_layers else compiled_rounds_of(target))
 
     def for_drafter(self, drafter: FalconDraftNetwork, target: PreTrainedModel) -> CpuDrafter:
         return CpuDrafter(drafter, target)
 
 
+def _shares_keys(target: PreTrainedModel) -> bool:
+    """Whether several query heads of a target share keys and values, unless its configuration rules that out."""
+    config = target.config.get_text_config(decoder=True)
+    heads = getattr(config, "num_attention_heads", None)
+    return heads is None or getattr(config, "num_key_value_heads", None) != heads
+
+
 def install() -> None:
-    """Makes every call of this process use the CPU's faster ways."""
+    """Registers this backend for every later call of this process."""
     register(CpuBackend())

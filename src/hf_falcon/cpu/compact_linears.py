@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""The compact weights of a model's linear layers, which have them while compiled code runs and at no other time."""
+"""The compact weights of a model's linear layers. The layers have them only while compiled code runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .skinny_gemm import linears_of
 
 
 class CompactLinears:
-    """Linear layers, and what compiled code reads of them in place of their weights."""
+    """Linear layers, and the compact weights that compiled code reads in place of their weights."""
 
     def __init__(self) -> None:
         self._weights: dict[nn.Linear, CompactWeight] = {}
         self._dtypes: list[torch.dtype | None] = []
-        # Those that the layers have now.
+        # The compact weights that the layers have now.
         self._lent: dict[nn.Linear, CompactWeight] = {}
         self._lock = threading.Lock()
         self._users = 0
@@ -32,24 +32,24 @@ class CompactLinears:
 
     def take(self, *models: nn.Module) -> bool:
         """
-        Takes the weights of models as they are now, where their values allow that.
+        Makes compact weights from the current weights of models, for all layers whose values allow it.
 
         Returns:
-            `bool`: whether code that was compiled before does not fit them.
+            `bool`: whether code that was compiled before cannot use them, because dtypes changed.
         """
-        # As blocks of float32, this is for the instructions that it was found faster with.
+        # As for blocks of float32: only with the instructions that it was faster with.
         found = {linear: compact(linear.weight) for linear in _linears_of(*models) if blocks_pay()}
         self._weights = {linear: weight for linear, weight in found.items() if weight is not None}
         before, self._dtypes = self._dtypes, [None if weight is None else weight.dtype for weight in found.values()]
         return self._dtypes != before
 
     def drop(self) -> None:
-        """Undoes `take`."""
+        """Drops the compact weights."""
         self._weights = {}
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, the layers have them; other threads may lend them meanwhile."""
+        """Inside, the layers have their compact weights. Several threads may be inside at the same time."""
         with self._lock:
             self._users += 1
             if self._users == 1:
@@ -63,17 +63,17 @@ class CompactLinears:
                 self._users -= 1
                 if self._users == 0:
                     for linear in self._lent:
-                        # Another target's passes of the same drafter may have taken theirs away already.
+                        # The passes of the same drafter for another target may have removed it already.
                         vars(linear).pop("compact", None)
 
     @property
     def are_current(self) -> bool:
-        """Whether the layers' weights are still what was taken; see [`WeightMark.is_of`]."""
+        """Whether the layers' weights are unchanged; see [`WeightMark.is_of`]."""
         return all(weight.is_of(linear.weight) for linear, weight in self._weights.items())
 
 
 def _linears_of(*models: nn.Module) -> Iterator[nn.Linear]:
-    """Linear layers that look for a compact weight."""
+    """Linear layers that use a compact weight if they have one."""
     for model in models:
         yield from linears_of(model)
         yield from (module for module in model.modules() if isinstance(module, PackedLinear))

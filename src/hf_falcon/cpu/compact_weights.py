@@ -1,7 +1,8 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-Weights in fewer bytes, to the bit. Few float32 weights use all of their bits: most checkpoints are in bfloat16, and
-what is read from a quantised file lies on a grid. And a product of a few rows takes as long as its weight is to read.
+Float32 weights in fewer bytes, exact to the bit. A product of a few rows takes as long as one read of its weight, and
+few float32 weights use all of their bits: most checkpoints are in bfloat16, and the values of a quantised file are on
+a grid.
 """
 
 from __future__ import annotations
@@ -14,16 +15,17 @@ from torch import Tensor
 
 from .packed_layouts import PackedWeight
 
-# Outputs side by side: as many as a vector of AVX-512 holds.
+# Outputs side by side: the number of float32 values in a vector of AVX-512.
 _LANES = 16
-# Rows of a product. With more, libraries are faster.
+# The largest number of rows of a product. With more rows, MKL is faster.
 _MOST_ROWS = 12
-# Values of a weight by which it is known again.
+# The number of values of a weight that are compared to detect a change.
 _SAMPLES = 64
 # Inputs that share a grid in GGUF's files.
 _GROUP = 32
-# The grids of Q4_0, Q5_0, Q8_0, Q4_1 and Q5_1: the step, of the least and the greatest value of a group, and the code
-# of zero, or `None` where the least value has code 0. The files' codes reach to the ends, so the ends tell the step.
+# The grids of Q4_0, Q5_0, Q8_0, Q4_1 and Q5_1. For each: the step, computed from the least and the greatest value of a
+# group, and the code of zero, or `None` if the least value has code 0. The least and the greatest value determine the
+# step, because the files' codes use the whole range.
 _GRIDS: list[tuple[Callable[[Tensor, Tensor], Tensor], int | None]] = [
     (lambda low, high: _farther(low, high) / -8, 8),
     (lambda low, high: _farther(low, high) / -16, 16),
@@ -35,37 +37,36 @@ _GRIDS: list[tuple[Callable[[Tensor, Tensor], Tensor], int | None]] = [
 
 class WeightMark:
     """
-    What a weight is known again by: itself, and some of its values.
+    Detects whether a weight was replaced or changed. It refers to the weight, and keeps a sample of its values.
 
     Args:
         weight (`torch.Tensor`): the weight.
     """
 
     def __init__(self, weight: Tensor):
-        self._weight, self._sample = weakref.ref(weight), _sample_of(weight).clone()
+        self._weight, self._marked = weakref.ref(weight), _sample_of(weight).clone()
 
     def is_of(self, weight: Tensor) -> bool:
         """
-        Whether `weight` is the one that was marked, with the same values as far as some of them tell: it may be
-        another one by now, or be changed, by an adapter that was merged for example.
+        Whether `weight` is the marked one, with the same sampled values. A merged adapter, for example, changes it.
         """
         if self._weight() is not weight:
             return False
         sample = _sample_of(weight)
-        return sample.dtype == self._sample.dtype and torch.equal(sample, self._sample)
+        return sample.dtype == self._marked.dtype and torch.equal(sample, self._marked)
 
 
 class CompactWeight(WeightMark):
     """
-    A linear layer's float32 weight in one or two bytes a value, for code that `torch.compile` makes: it widens the
-    values where it multiplies them.
+    A linear layer's float32 weight in one or two bytes a value. Code from `torch.compile` converts the values to
+    float32 as it multiplies them.
 
     Args:
         weight (`torch.Tensor` of shape `(out_features, in_features)`): the weight.
-        codes (`torch.Tensor` of shape `(out_features, groups, in_features / groups)`): its values, in bfloat16; or, in
-            uint8, where they lie on the grid of their group.
-        grid (two `torch.Tensor` of shape `(out_features, groups, 1)`, *optional*): steps and offsets: a value is
-            `code * step + offset`, of which the product is exact.
+        codes (`torch.Tensor` of shape `(out_features, groups, in_features / groups)`): its values in bfloat16, or in
+            uint8 if they are on the grid of their group.
+        grid (two `torch.Tensor` of shape `(out_features, groups, 1)`, *optional*): steps and offsets. A value is
+            `code * step + offset`; the product `code * step` is exact.
     """
 
     def __init__(self, weight: Tensor, codes: Tensor, grid: tuple[Tensor, Tensor] | None = None):
@@ -75,25 +76,25 @@ class CompactWeight(WeightMark):
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the values are kept in."""
+        """The dtype that holds the values: bfloat16, or uint8 on a grid."""
         return self._codes.dtype
 
     def suits(self, input: Tensor) -> bool:
-        """Whether a product with `input` of shape `(..., in_features)` is faster than a library's."""
+        """Whether a product with `input` of shape `(..., in_features)` is faster than MKL's."""
         return input.dtype == torch.float32 and input.numel() <= _MOST_ROWS * input.shape[-1]
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """`torch.nn.functional.linear(input, weight, bias)`, for a compiler."""
+        """`torch.nn.functional.linear(input, weight, bias)`, written for `torch.compile`."""
         blocks, groups, size, lanes = self._codes.shape
         rows = input.reshape(-1, groups * size).contiguous()
-        # By strides: the compiler then writes rows down that it has yet to compute, and does not compute them again in
-        # the innermost loop.
+        # The strides make the compiler store rows that are not computed yet, instead of computing them again in the
+        # innermost loop.
         rows = rows.as_strided((rows.shape[0], groups, size, 1), (groups * size, size, 1, 0))
         weight = self._codes.float()
         if self._grid is not None:
             steps, offsets = self._grid
             weight = weight * steps + offsets
-        # A sum a row: the compiler makes them one loop, which reads the weight once.
+        # One sum for each row. The compiler fuses the sums into one loop, which reads the weight once.
         output = torch.stack([(weight * row).sum((1, 2)) for row in rows.unbind()])
         output = output.reshape(*input.shape[:-1], blocks * lanes)
         return output if bias is None else output + bias
@@ -101,10 +102,10 @@ class CompactWeight(WeightMark):
 
 def compact(weight: Tensor) -> CompactWeight | None:
     """
-    A weight in fewer bytes, or `None` where its values need all that they have, or its shape does not suit.
+    A weight in fewer bytes, or `None` if its values need all bits of float32, or if its shape does not allow it.
 
     Args:
-        weight (`torch.Tensor` of shape `(out_features, in_features)`): of a linear layer, on the CPU; packed or not.
+        weight (`torch.Tensor` of shape `(out_features, in_features)`): a linear layer's, on the CPU, packed or not.
     """
     if weight.dtype != torch.float32 or weight.shape[0] % _LANES:
         return None
@@ -120,12 +121,12 @@ def compact(weight: Tensor) -> CompactWeight | None:
 def _on_grid(
     groups: Tensor, step_of: Callable[[Tensor, Tensor], Tensor], zero: int | None
 ) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Codes, steps and offsets of values of shape `(outputs, groups, 32)`, or `None` if they are on no such grid."""
+    """Codes, steps and offsets of values of shape `(outputs, groups, 32)`, or `None` if they are not on this grid."""
     found = []
-    # Of most weights the first few rows tell.
+    # The first few rows already rule the grid out for most weights.
     for rows in groups.split(64):
         low, high = rows.aminmax(dim=-1, keepdim=True)
-        # The files have steps in float16.
+        # The files store steps in float16.
         steps = step_of(low, high).half().float()
         offsets = low if zero is None else steps * -zero
         codes = ((rows - offsets) / steps).round_().nan_to_num_(0.0).clamp_(0, 255)
@@ -137,7 +138,7 @@ def _on_grid(
 
 
 def _farther(low: Tensor, high: Tensor) -> Tensor:
-    """The end that is farther from zero."""
+    """Whichever of `low` and `high` is farther from zero."""
     return torch.where(high > -low, high, low)
 
 
@@ -147,7 +148,7 @@ def _in_lanes(values: Tensor) -> Tensor:
 
 
 def _sample_of(weight: Tensor) -> Tensor:
-    """Some values of a weight, of changing columns. A packed one does not change."""
+    """A sample of a weight's values, from many columns; empty for a packed weight, which cannot change."""
     if isinstance(weight, PackedWeight):
         return torch.empty(0)
     return weight.detach().reshape(-1)[:: max(1, weight.numel() // _SAMPLES - 1)]

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Code that `torch.compile` makes ahead of time: nothing is compiled while text is generated."""
+"""Functions that `torch.compile` compiles ahead of time. Nothing is compiled while text is generated."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from transformers import CompileConfig
 
 class CompiledCode:
     """
-    A function, compiled for what it is called with inside [`CompiledCode.compiling`]. Where a later call differs from
-    that, in more than sizes that are marked as dynamic, it runs uncompiled.
+    A function that is compiled for the arguments of its call inside [`CompiledCode.compiling`]. A later call runs
+    uncompiled if its arguments differ in more than the sizes that are marked as dynamic.
 
     Args:
-        function (`Callable`): what is compiled.
+        function (`Callable`): the function to compile.
         compile_config ([`CompileConfig`]): backend, mode and options for `torch.compile`.
     """
 
@@ -26,10 +26,10 @@ class CompiledCode:
         mode, options = config.pop("mode"), dict(config.pop("options") or {})
         if config["backend"] == "inductor":
             if mode not in (None, "default"):
-                # torch takes a mode or options, and these are what a mode stands for.
+                # torch accepts a mode or options, not both: these are the options of the mode.
                 options = torch._inductor.list_mode_options(mode) | options
             options = _options() | options
-        # Tables of transformers' that any other model adds to are no reason to drop what is compiled.
+        # Other models add entries to global tables of transformers. That must not invalidate compiled code.
         options["guard_filter_fn"] = torch.compiler.skip_guard_on_globals_unsafe
         self._run = torch.compile(_with_its_own_code(function), **config, options=options)
 
@@ -38,7 +38,7 @@ class CompiledCode:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Inside, a call is compiled; elsewhere none is."""
+        """Inside, a call is compiled. Outside, no call is."""
         try:
             yield
         finally:
@@ -47,8 +47,8 @@ class CompiledCode:
 
 def _with_its_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """
-    A function that `torch.compile` compiles apart from others: it keeps what it compiled with the code, of which it
-    takes a few versions only, and all models of transformers have the outermost code of their forwards in common.
+    Gives a function a code object of its own. `torch.compile` stores compiled versions with the code object, and only
+    a few for each; the forwards of all models of transformers share the same outermost code object.
     """
 
     def compiled_function(*args: Any, **kwargs: Any) -> Any:
@@ -59,8 +59,8 @@ def _with_its_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _options() -> dict[str, Any]:
-    """For the loops of compact weights: to multiply and add at once, and no more sums in one than registers hold."""
+    """Options for the loops of compact weights: fused multiply-add, and at most as many sums a loop as registers."""
     flag = "cpp.enable_floating_point_contract_flag"
-    # Earlier versions of torch know yes and no.
+    # In earlier versions of torch the flag is a `bool`.
     is_named = isinstance(torch._inductor.config.get_config_copy()[flag], str)
     return {flag: "fast" if is_named else True, "max_fusion_size": 16}

@@ -1,5 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""A drafter's passes, compiled for a few rows: of what a pass takes, most is the interpreter and small operations."""
+"""
+A drafter's passes, compiled for a few rows. Uncompiled, the interpreter and small operations take most of a pass.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from .compiled_code import CompiledCode
 
 class PassRows:
     """
-    What a compiled pass has as its cache: all rows of each layer, of which it writes the last.
+    The cache of a compiled pass: all rows of each layer. The pass writes the last rows.
 
     Args:
         layers (list of two `torch.Tensor` of shape `(1, kv_heads, cached + rows, head_dim)`): keys and values.
@@ -45,40 +47,40 @@ class CompiledPasses:
     The passes of a drafter for one target, compiled for a number of rows: its decoder layers, and the logits.
 
     Args:
-        rows (`int`): how many; passes of fewer are filled up, and those of more run as they are.
+        rows (`int`): the number of rows. Passes of fewer rows are padded; passes of more rows run uncompiled.
         compile_config ([`CompileConfig`]): backend, mode and options for `torch.compile`.
     """
 
     def __init__(self, rows: int, compile_config: CompileConfig):
         self.rows = rows
-        # Whether they are faster than passes that are not compiled; `None` before that was tried.
+        # Whether they are faster than uncompiled passes; `None` before the comparison.
         self.is_faster: bool | None = None
-        # Embedding and LM head for many calls of `generate`; `None` while they are not in use.
+        # Embedding and LM head, for many calls of `generate`; `None` while the passes are not in use.
         self.head: CompiledHead | None = None
         self._config = compile_config
         self._weights = CompactLinears()
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Inside, a pass is compiled; elsewhere none is."""
+        """Inside, a pass is compiled. Outside, no pass is."""
         self._decode, self._logits = CompiledCode(_decode, self._config), CompiledCode(_logits, self._config)
         with self._decode.compiling(), self._logits.compiling():
             yield
 
     def take(self, drafter: FalconDraftNetwork, target: PreTrainedModel) -> CompiledHead:
-        """Takes the weights of a drafter and its target's LM head as they are now."""
+        """Prepares the current weights of a drafter and of its target's LM head."""
         self.head = head = CompiledHead(drafter, target, self)
         if self._weights.take(drafter, head.linear):
             self.is_faster = None
         return head
 
     def drop(self) -> None:
-        """Undoes `take`; what was compiled stays."""
+        """Undoes `take`. Compiled code is kept."""
         self.head = None
         self._weights.drop()
 
     def are_of(self, drafter: FalconDraftNetwork, target: PreTrainedModel) -> bool:
-        """Whether these are still the weights of both; see [`WeightMark.is_of`]."""
+        """Whether the weights of both are unchanged; see [`WeightMark.is_of`]."""
         return self.head is not None and self.head.is_of(drafter, target) and self._weights.are_current
 
     def run_layers(
@@ -90,7 +92,7 @@ class CompiledPasses:
         mask: Tensor,
         cache: DraftCache,
     ) -> Tensor:
-        """See [`FalconDraftNetwork.run_layers`]; of one sequence."""
+        """See [`FalconDraftNetwork.run_layers`]; for one sequence."""
         count, missing = fused.shape[1], self.rows - fused.shape[1]
         layers = cache.room(self.rows) if missing >= 0 else None
         if layers is None:
@@ -98,9 +100,9 @@ class CompiledPasses:
         if missing:
             fused, position_ids = F.pad(fused, (0, 0, 0, missing)), F.pad(position_ids, (0, missing))
             ends = torch.cat((ends, torch.arange(count, self.rows, device=ends.device)[None]), dim=1)
-            # No row sees these, and they see all that is there.
+            # No row sees the padding rows, and they see all cached rows.
             mask = F.pad(F.pad(mask, (0, missing), value=torch.finfo(mask.dtype).min), (0, 0, 0, missing))
-        # Lengths alone change from pass to pass.
+        # Only lengths change from pass to pass.
         torch._dynamo.maybe_mark_dynamic(mask, 3)
         for states in (states for layer in layers for states in layer):
             torch._dynamo.maybe_mark_dynamic(states, 2)
@@ -109,7 +111,7 @@ class CompiledPasses:
         return predicted[:, :count]
 
     def logits(self, head: CompiledHead, features: Tensor) -> Tensor | None:
-        """Those of [`TargetHead.logits`], of shape `(rows, draft_vocab_size)`; `None` for too many rows."""
+        """See [`TargetHead.logits`]; of shape `(rows, draft_vocab_size)`, or `None` for too many rows."""
         rows = features.reshape(-1, features.shape[-1])
         missing = self.rows - rows.shape[0]
         if missing < 0:
@@ -124,7 +126,7 @@ class CompiledHead(TargetHead):
 
     Args:
         drafter, target: see [`TargetHead`].
-        passes ([`CompiledPasses`]): where the compiled code is.
+        passes ([`CompiledPasses`]): the owner of the compiled code.
     """
 
     def __init__(self, drafter: FalconDraftNetwork, target: PreTrainedModel, passes: CompiledPasses):
@@ -133,7 +135,7 @@ class CompiledHead(TargetHead):
         self._source = WeightMark(_head_weight(target))
 
     def is_of(self, drafter: FalconDraftNetwork, target: PreTrainedModel) -> bool:
-        """Whether this is still the head that the drafter would borrow, as far as some of its values tell."""
+        """Whether this is still the target's LM head, by a sample of its values."""
         source, mine = _head_weight(target), self.linear.weight
         return self._source.is_of(source) and (mine.dtype, mine.device) == (drafter.norm.weight.dtype, source.device)
 

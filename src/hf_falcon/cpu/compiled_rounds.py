@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-The target's decoder, compiled for trees of a few sizes: of what a forward of a few tokens takes, much is the
-interpreter and small operations.
+The target's decoder, compiled for trees of a few sizes. Uncompiled, the interpreter and small operations take much of
+a forward of a few tokens.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .grouped_attention import form_ahead
 
 class TreeRows(DynamicLayer):
     """
-    What a compiled forward has as a layer of its cache: all rows, of which it writes those of the tree.
+    A layer of the cache of a compiled forward: all rows. The forward writes the rows of the tree.
 
     Args:
         keys, values (`torch.Tensor` of shape `(1, heads, rows, head_dim)`): the rows; the tree's are the last.
-        nodes (`int`): how many these are.
+        nodes (`int`): the number of rows of the tree.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, nodes: int):
@@ -60,8 +60,8 @@ class _Here(threading.local):
 
 class CompiledRounds:
     """
-    A target's decoder and LM head, compiled for trees of a few sizes. They run in rounds alone, of any thread; to all
-    others the target is as it was.
+    A target's decoder and LM head, compiled for trees of a few sizes. The compiled code runs in rounds only, in any
+    thread; all other forwards of the target run as before.
 
     Args:
         decoder ([`PreTrainedModel`]): the part of the target whose output its LM head reads.
@@ -70,18 +70,18 @@ class CompiledRounds:
     """
 
     def __init__(self, decoder: PreTrainedModel, head: nn.Module, compile_config: CompileConfig):
-        # Tokens of a tree, the root among them, that it is used for, in ascending order; smaller trees are filled up.
+        # The sizes in use, in ascending order: tokens of a tree, its root included. Smaller trees are padded.
         self.sizes: list[int] = []
-        # Whether it is faster than the decoder itself, of each size that was tried.
+        # Whether compiled code is faster, for each size that was tried.
         self.is_faster: dict[int, bool] = {}
         self._decoder, self._plain = decoder, decoder.forward
         self._head = head
         self._config = compile_config
-        # One graph a size; kernels for any number of rows are slower.
+        # One graph for each size: kernels for any number of rows are slower.
         self._compiled: dict[int, CompiledCode] = {}
         self._compiled_heads: dict[int, CompiledCode] = {}
         self._weights = CompactLinears()
-        # The passes of drafters that draft for it: those in use, and all that were compiled, by what they are for.
+        # The compiled passes of drafters for this target: the passes in use, and all compiled passes by their key.
         self.passes: weakref.WeakKeyDictionary[FalconDraftNetwork, CompiledPasses] = weakref.WeakKeyDictionary()
         self.made: weakref.WeakKeyDictionary[FalconDraftNetwork, dict[tuple[object, ...], CompiledPasses]]
         self.made = weakref.WeakKeyDictionary()
@@ -94,25 +94,25 @@ class CompiledRounds:
 
     def size_for(self, nodes: int) -> int | None:
         """
-        The size that a tree of `nodes` nodes is to be filled up to, or `None` where it is to run as it is. A single
-        token, a plain step, is not filled up.
+        The size that a tree of `nodes` nodes is padded to, or `None` if it runs uncompiled. A single token, a plain
+        step, is not padded.
         """
         return next((size for size in self.sizes if size >= nodes and (size == 1 or nodes > 1)), None)
 
     @contextmanager
     def round(self, cache: Cache, masks: Iterable[Tensor]) -> Iterator[None]:
         """
-        Inside, this thread's forward of a tree runs compiled.
+        Inside, a forward of a tree runs compiled in this thread.
 
         Args:
-            cache ([`Cache`]): the target's, with rows in it.
+            cache ([`Cache`]): the target's cache, which is not empty.
             masks (iterable of `torch.Tensor` of shape `(1, 1, nodes, slots)`): the masks that the forward gets.
         """
         here = self._here
         here.cache = cache
         for mask in masks:
             here.nodes = mask.shape[2]
-            # Lengths alone change from round to round.
+            # Only lengths change from round to round.
             for form in (mask, form_ahead(mask, self._group)):
                 if form is not None:
                     torch._dynamo.maybe_mark_dynamic(form, 3)
@@ -126,19 +126,19 @@ class CompiledRounds:
 
     @contextmanager
     def compiling(self, size: int) -> Iterator[None]:
-        """Inside, a forward of `size` tokens is compiled; elsewhere nothing is."""
+        """Inside, a forward of `size` tokens is compiled. Outside, no forward is."""
         self._compiled[size] = CompiledCode(self._plain, self._config)
         self._compiled_heads[size] = CompiledCode(self._plain_head, self._config)
         with self._compiled[size].compiling(), self._compiled_heads[size].compiling():
             yield
 
     def compact_weights(self) -> None:
-        """Takes the weights of linear layers as they are now, in fewer bytes where their values allow that."""
+        """Makes compact weights from the current weights of linear layers, if their values allow it."""
         if self._weights.take(self._decoder, self._head):
             self.is_faster.clear()
 
     def drop_weights(self) -> None:
-        """Undoes `compact_weights`, and takes drafters' passes out of use; what was compiled stays."""
+        """Drops compact weights, and stops the use of drafters' compiled passes. Compiled code is kept."""
         self._weights.drop()
         for passes in self.passes.values():
             passes.drop()
@@ -164,7 +164,7 @@ class CompiledRounds:
         cache, nodes = self._here.cache, self._here.nodes
         given = kwargs.pop("past_key_values", None)
         if cache is None or given is not cache:
-            # Another thread's, or a forward that is none of a tree.
+            # A forward of another thread, or one that scores no tree.
             return self._plain(*args, past_key_values=given, **kwargs)
         rows = Cache(layers=[TreeRows(*_room(layer, nodes), nodes) for layer in given.layers])
         outputs = self._compiled[nodes](*args, past_key_values=rows, **kwargs)
@@ -182,8 +182,8 @@ class CompiledRounds:
     @property
     def are_exact(self) -> bool:
         """
-        Whether no part of the decoder has hooks or another forward, which compiled code would pass over, and weights
-        are those that it reads.
+        Whether compiled code computes what the decoder computes: no part of it has hooks or a forward of its own,
+        which compiled code would skip, and its weights are unchanged.
         """
         own = vars(self._decoder).get("forward", self._forward) == self._forward
         if self._head in self._weights:
@@ -201,12 +201,15 @@ def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:
 
 
 def _acts(hook: Callable[..., Any]) -> bool:
-    """Those of transformers are there once a call has asked for layers' outputs, and are for such calls alone."""
+    """
+    Whether a hook may change outputs. transformers' own hooks do not: they exist once a call has asked for the outputs
+    of layers, and act in such calls only.
+    """
     return getattr(hook, "__module__", None) != output_capturing.__name__
 
 
 def _room(layer: DynamicLayer, nodes: int) -> tuple[Tensor, Tensor]:
-    """The rows that a layer of a cache attends to, with room at their end for those of `nodes` nodes."""
+    """The rows that a layer of a cache attends to, with room for `nodes` nodes at their end."""
     empty = (states.new_empty(*states.shape[:-2], nodes, states.shape[-1]) for states in (layer.keys, layer.values))
     rows = layer.update(*empty)
     for states in rows:
@@ -214,18 +217,18 @@ def _room(layer: DynamicLayer, nodes: int) -> tuple[Tensor, Tensor]:
     return rows
 
 
-# Those of targets that `compile_rounds` was called for.
+# The compiled rounds of each target that `compile_rounds` was called for.
 compiled: weakref.WeakKeyDictionary[PreTrainedModel, CompiledRounds] = weakref.WeakKeyDictionary()
 
 
 def compiled_rounds_of(model: PreTrainedModel) -> CompiledRounds | None:
-    """Those of a target, where it has any and nothing stands in their way."""
+    """The compiled rounds of a target, or `None` if it has none or they would compute other values."""
     rounds = compiled.get(model)
     return rounds if rounds is not None and rounds.are_exact else None
 
 
 def compiled_passes_of(drafter: FalconDraftNetwork, target: PreTrainedModel) -> CompiledPasses | None:
-    """Those of a drafter for a target, where they are compiled and nothing stands in their way."""
+    """The compiled passes of a drafter for a target, or `None` if there are none or a weight has changed."""
     rounds = compiled.get(target)
     passes = None if rounds is None else rounds.passes.get(drafter)
     return passes if passes is not None and passes.are_of(drafter, target) else None

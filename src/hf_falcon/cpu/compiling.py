@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Compiling rounds ahead of time: which sizes, whether it pays, and whether values stay the same."""
+"""`compile_rounds`: compiles trees of a few sizes ahead of time, checks the values, and keeps the sizes that pay."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from .skinny_gemm import linears_of, skinny_gemm
 
 logger = logging.get_logger(__name__)
 
-# Plain steps, trees as float32 likes them (4, 8) and bfloat16 (8, 16), and long continuations from the context.
+# Plain steps, the tree sizes that pay in float32 (4, 8) and bfloat16 (8, 16), and long paths of prompt lookup.
 SIZES = (1, 4, 8, 16, 32)
 _LARGEST = 4096
-# Tokens of context that sizes are compiled at, and that they are compared at with what is not compiled.
+# Tokens of context: sizes are compiled at the first length, and compared with uncompiled forwards at both.
 _CONTEXTS = (40, 90)
 _TURNS = 5
-# Greatest difference of logits, over their greatest value, that rounding explains.
+# The greatest difference of logits, relative to the greatest logit, that rounding explains.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-# All that was compiled for a target, by what it was compiled for.
+# All compiled rounds of each target, by packing, dtype, device and configuration.
 _made: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], CompiledRounds]]
 _made = weakref.WeakKeyDictionary()
 
@@ -50,31 +50,33 @@ def compile_rounds(
 ) -> list[int]:
     """
     Compiles a target's forward for trees of a few sizes, and a drafter's passes, by `torch.compile`, until
-    [`uncompile_rounds`]. What `generate` does with a drafter then runs compiled where that is faster; all else runs as
-    ever. It takes half a minute to a minute and a half a size, and less where `torch.compile` finds in its cache on
-    disk what an earlier process compiled. Pack weights before, not afterwards. Outputs differ by rounding.
+    [`uncompile_rounds`]. `generate` with a drafter then runs compiled code for the sizes that are faster; everything
+    else runs as before. Each size takes 30 to 90 seconds, and less if `torch.compile` finds the code of an earlier
+    process in its cache on disk. Pack weights before, not afterwards. Outputs differ by rounding.
 
-    Of float32 weights that hold no more than bfloat16 does, or than a file of 4, 5 or 8 bits, compiled forwards of up
-    to twelve tokens read a copy in one or two bytes a value, with AVX-512 and MKL; it takes up to half as much memory
-    again. Where the weights have changed since, rounds run uncompiled: some values of each are compared in every call.
+    With AVX-512 and MKL, compiled forwards of up to twelve tokens read a compact copy of float32 weights, in one or
+    two bytes a value, if the values fit bfloat16 or the grid of a file of 4, 5 or 8 bits. The copies take up to half
+    as much memory again. If a weight has changed since, rounds run uncompiled: every call detects changes by sampling
+    each weight.
 
     Args:
         target ([`PreTrainedModel`]): the target, in evaluation mode.
-        sizes (sequence of `int`, *optional*, defaults to `(1, 4, 8, 16, 32)`): tokens of a tree, its root among them.
-            Smaller trees are filled up to one of these, larger ones run uncompiled.
+        sizes (sequence of `int`, *optional*, defaults to `(1, 4, 8, 16, 32)`): tokens of a tree, its root included.
+            Smaller trees are padded to one of these sizes; larger trees run uncompiled.
         compile_config ([`CompileConfig`], *optional*): backend, mode and options for `torch.compile`; `fullgraph` and
-            `dynamic` are given.
-        drafter ([`FalconDraftModel`], *optional*): a drafter for this target. Its passes are compiled for as many
-            paths as its options have a pass extend (`draft_width`).
+            `dynamic` are fixed.
+        drafter ([`FalconDraftModel`], *optional*): a drafter for this target. Its passes are compiled for its own
+            `draft_width`.
 
     Returns:
         `list[int]`: the sizes for which compiled forwards are faster, and are used.
 
     Raises:
-        `ValueError`: for sizes that are none, for a target whose forward cannot be compiled (in training mode, or by
-            torch before 2.8, for example), with the reason, and for a drafter that was made for another target.
-        `TypeError`: for a drafter that is none, or that decodes by its repository's own code.
-        `RuntimeError`: if `torch.compile` fails, for want of a C++ compiler for example. All is as before then.
+        `ValueError`: for invalid sizes, for a target whose forward cannot be compiled (it is in training mode, or
+        torch
+            is older than 2.8, for example), with the reason, and for a drafter that was made for another target.
+        `TypeError`: for a drafter of another class, or one that was loaded with its repository's own code.
+        `RuntimeError`: if `torch.compile` fails, for example without a C++ compiler. Nothing is compiled then.
     """
     sizes = sorted({*sizes})
     if not sizes or not all(type(size) is int and 1 <= size <= _LARGEST for size in sizes):
@@ -84,7 +86,7 @@ def compile_rounds(
     _check_whether_possible(target)
     uncompile_rounds(target)
     config = compile_config or CompileConfig(mode="default")
-    # Whoever packs weights and compiles around every call compiles in the first one only.
+    # A caller that packs weights and compiles around every call compiles in the first call only.
     state = is_packed(target), target.dtype, target.device, repr(config)
     made = _made.setdefault(target, {})
     if state not in made:
@@ -93,8 +95,8 @@ def compile_rounds(
     rounds.compact_weights()
     if not rounds.are_exact:
         raise ValueError(
-            f"The rounds of {type(target).__name__} cannot be compiled: its layers have hooks, or another forward, as "
-            "adapters and `accelerate` give them. Remove these first."
+            f"The rounds of {type(target).__name__} cannot be compiled: its layers have hooks, or forwards of their "
+            "own, as from adapters and `accelerate`. Remove these first."
         )
     if missing := [size for size in sizes if size not in rounds.is_faster]:
         runs = [_run(target, length) for length in _CONTEXTS]
@@ -102,7 +104,7 @@ def compile_rounds(
             rounds.is_faster[size] = _is_faster(rounds, runs, size)
     rounds.sizes = [size for size in sizes if rounds.is_faster[size]]
     if not rounds.sizes:
-        logger.warning_once(f"Compiled rounds of {sizes} tokens are not faster than others here: none are used.")
+        logger.warning_once(f"Compiled rounds of {sizes} tokens are not faster on this machine: none are used.")
     if drafter is not None:
         _compile_passes(rounds, target, drafter, config)
     compiled[target] = rounds
@@ -111,7 +113,7 @@ def compile_rounds(
 
 def uncompile_rounds(target: PreTrainedModel) -> None:
     """
-    Undoes [`compile_rounds`]. Does nothing to other models.
+    Undoes [`compile_rounds`]. Other models stay as they are.
 
     Args:
         target ([`PreTrainedModel`]): see [`compile_rounds`].
@@ -139,7 +141,7 @@ def compiled_rounds(
         target, sizes, compile_config, drafter: see [`compile_rounds`].
 
     Returns:
-        A context manager; what it gives is what [`compile_rounds`] returns.
+        A context manager, whose value is the result of [`compile_rounds`].
     """
     try:
         yield compile_rounds(target, sizes, compile_config, drafter)
@@ -149,10 +151,10 @@ def compiled_rounds(
 
 def _check_drafter(drafter: FalconDraftModel, target: PreTrainedModel) -> None:
     if not isinstance(drafter, FalconDraftModel):
-        # Code of a repository would look for what is compiled in modules of its own.
+        # The code of a repository would look for compiled passes in its own modules.
         raise TypeError(
             f"`drafter` is a {type(drafter).__module__}.{type(drafter).__qualname__}: give a `FalconDraftModel` of "
-            "hf_falcon. A drafter of the Hub is one where `import hf_falcon` comes before it is loaded."
+            "hf_falcon. For a drafter of the Hub, `import hf_falcon` before you load it."
         )
     check_target(drafter, target)
 
@@ -168,7 +170,7 @@ def _check_whether_possible(target: PreTrainedModel) -> None:
 
 
 def _run(target: PreTrainedModel, length: int) -> TargetRun:
-    """A target behind `length` tokens."""
+    """A target that has run `length` tokens."""
     name, vocab_size = type(target).__name__, target.config.get_text_config(decoder=True).vocab_size
     input_ids = torch.arange(length, device=target.device)[None] % vocab_size
     kwargs = {"past_key_values": DynamicCache(config=target.config), "attention_mask": torch.ones_like(input_ids)}
@@ -182,7 +184,7 @@ def _run(target: PreTrainedModel, length: int) -> TargetRun:
 
 
 def _is_faster(rounds: CompiledRounds, runs: list[TargetRun], size: int) -> bool:
-    """Compiles a size, and compares compiled forwards with others: their values, and how long they take."""
+    """Compiles a size, and compares the values and the times of compiled and uncompiled forwards."""
     rounds.sizes = [size]
     subject = f"rounds of {size} tokens"
     with _failures_named(subject), rounds.compiling(size):
@@ -195,7 +197,7 @@ def _is_faster(rounds: CompiledRounds, runs: list[TargetRun], size: int) -> bool
 
 
 def _logits(run: TargetRun, size: int, rounds: CompiledRounds | None) -> Tensor:
-    """Those of a tree of `size` tokens, compiled or not."""
+    """The logits of a tree of `size` tokens, compiled or not."""
     run.acceleration = CpuTarget(run.model, rounds)
     return run.dry_run(size - 1)
 
@@ -203,7 +205,7 @@ def _logits(run: TargetRun, size: int, rounds: CompiledRounds | None) -> Tensor:
 def _compile_passes(
     rounds: CompiledRounds, target: PreTrainedModel, drafter: FalconDraftModel, config: CompileConfig
 ) -> None:
-    """Compiles a drafter's passes, and puts them in use where they are faster."""
+    """Compiles a drafter's passes, and uses them if they are faster."""
     width = DraftOptions.from_generation_config(drafter.generation_config).draft_width
     rows = width * drafter.config.block_size
     made = rounds.made.setdefault(drafter, {})
@@ -220,7 +222,7 @@ def _compile_passes(
 
 
 def _are_faster(passes: CompiledPasses, drafter: FalconDraftModel, head: CompiledHead) -> bool:
-    """Compiles passes, and compares compiled ones with others, as [`_is_faster`] does."""
+    """Compiles passes, and compares compiled and uncompiled passes, as [`_is_faster`] does."""
     dry_runs = [PassDryRun(passes, drafter, head, length) for length in _CONTEXTS]
     subject = f"draft passes of {passes.rows} rows"
     with _failures_named(subject), passes.compiling():
@@ -233,13 +235,13 @@ def _are_faster(passes: CompiledPasses, drafter: FalconDraftModel, head: Compile
 
 class PassDryRun:
     """
-    A pass of no meaning.
+    A dummy draft pass, for timing.
 
     Args:
-        passes ([`CompiledPasses`]): of the drafter.
+        passes ([`CompiledPasses`]): the drafter's compiled passes.
         drafter ([`FalconDraftModel`]): the drafter.
-        head ([`CompiledHead`]): its head.
-        length (`int`): positions that it has seen.
+        head ([`CompiledHead`]): the target's LM head.
+        length (`int`): the number of cached positions.
     """
 
     def __init__(self, passes: CompiledPasses, drafter: FalconDraftModel, head: CompiledHead, length: int):
@@ -250,7 +252,7 @@ class PassDryRun:
         self._cache.advance(length)
 
     def run(self, is_compiled: bool) -> Tensor:
-        """Logits of all its rows."""
+        """The logits of all rows."""
         inputs = self._inputs(self._passes.rows)
         with skinny_gemm(self._drafter, self._linears[0]), skinny_gemm(self._head.linear, self._linears[1]):
             if is_compiled:
@@ -272,8 +274,8 @@ def _failures_named(subject: str) -> Iterator[None]:
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise RuntimeError(
-            f"`torch.compile` could not compile {subject}: generate without `compile_rounds`, or see what it says: "
-            f"{type(error).__name__}: {reason}"
+            f"`torch.compile` could not compile {subject}: {type(error).__name__}: {reason}. Remove that cause, or "
+            "generate without `compile_rounds`."
         ) from error
 
 
@@ -281,13 +283,13 @@ def _check_values(subject: str, found: Tensor, expected: Tensor) -> None:
     change = (found - expected).abs().max() / expected.abs().max()
     if not change < _ROUNDING[expected.dtype]:
         raise RuntimeError(
-            f"Compiled {subject} give other values (logits change by {change:.1e} of the greatest): generate without "
-            "`compile_rounds`."
+            f"Compiled {subject} give other values (logits change by {change:.1e} of the greatest logit): generate "
+            "without `compile_rounds`."
         )
 
 
 def _takes_less(first: Callable[[], object], second: Callable[[], object], device: torch.device) -> bool:
-    """Which of two is faster, each timed some times in turns."""
+    """Whether the first call is faster than the second. Both are timed in turns."""
     took = [math.inf, math.inf]
     for _ in range(_TURNS):
         for place, call in enumerate((first, second)):

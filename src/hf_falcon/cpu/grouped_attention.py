@@ -1,7 +1,8 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-Attention of a round's few rows over a long context, where several query heads share keys and values: on a CPU
-transformers copies these once for every query head, in every layer, which takes longer than attention itself.
+Attention of a few rows over a long context, for targets whose query heads share keys and values (grouped-query
+attention). On a CPU transformers copies keys and values once for each query head, in every layer, which takes longer
+than attention itself. The attention here copies nothing.
 """
 
 from __future__ import annotations
@@ -15,15 +16,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-_SDPA = "sdpa"
-# An attribute of masks that are ours: their forms for a group of heads, by the size of the group.
+from ..core.hook import replace_sdpa, sdpa_attention_forward
+
+# An attribute that marks the masks of a round. It holds their forms for a group of heads, by the size of the group.
 _FORMS = "_hf_falcon_grouped"
-# What transformers' function heeds and ours does not; newer versions may have more.
-_OTHER_ARGUMENTS = {"softcap", *inspect.signature(sdpa_attention_forward).parameters} - {
+# Arguments that transformers' function reads and the one here does not; newer versions may have more.
+_OTHER_ARGUMENTS = {"softcap", *inspect.signature(sdpa_attention_forward or len).parameters} - {
     *("module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "kwargs")
 }
 _lock = threading.Lock()
@@ -33,15 +32,19 @@ _users = 0
 @contextmanager
 def grouped_attention(masks: Iterable[Tensor]) -> Iterator[None]:
     """
-    Inside, layers whose attention is transformers' own `sdpa` and that get one of these very masks attend by
-    [`grouped_sdpa`]. Layers that get another mask, or none, go on as ever, in this thread and in others.
+    Inside, layers with transformers' own `sdpa` attention run [`grouped_sdpa`] if they get one of these mask objects.
+    Layers that get another mask, or none, run as before, in this thread and in others. Masks on another device
+    change nothing.
 
     Args:
         masks (iterable of `torch.Tensor` of shape `(batch, 1, rows, slots)`): additive masks of one forward.
     """
+    masks = list(masks)
+    if any(mask.device.type != "cpu" for mask in masks):
+        yield
+        return
     for mask in masks:
-        if mask.device.type == "cpu":
-            setattr(mask, _FORMS, {})
+        setattr(mask, _FORMS, {})
     _install()
     try:
         yield
@@ -50,7 +53,7 @@ def grouped_attention(masks: Iterable[Tensor]) -> Iterator[None]:
 
 
 def form_ahead(mask: Tensor, group: int) -> Tensor | None:
-    """The form of a mask for groups of `group` heads, made before a layer asks for it; `None` for other masks."""
+    """Makes the form of a marked mask for groups of `group` heads before a layer needs it; `None` for other masks."""
     forms = getattr(mask, _FORMS, None)
     if forms is None or group == 1:
         return None
@@ -58,7 +61,7 @@ def form_ahead(mask: Tensor, group: int) -> Tensor | None:
 
 
 def form_of(mask: Tensor, group: int) -> Tensor:
-    """The form that all layers of a kind share, of shape `(batch, 1, group * rows, slots)`."""
+    """The mask repeated for a group of heads, of shape `(batch, 1, group * rows, slots)`; all layers share it."""
     return mask.repeat(1, 1, group, 1)
 
 
@@ -66,17 +69,15 @@ def _install() -> None:
     global _users
     with _lock:
         _users += 1
-        if ALL_ATTENTION_FUNCTIONS[_SDPA] is sdpa_attention_forward:
-            # Replaced and never removed: other threads look it up at the same time.
-            AttentionInterface.register(_SDPA, grouped_sdpa)
+        replace_sdpa(sdpa_attention_forward, grouped_sdpa)
 
 
 def _uninstall() -> None:
     global _users
     with _lock:
         _users -= 1
-        if _users == 0 and ALL_ATTENTION_FUNCTIONS[_SDPA] is grouped_sdpa:
-            AttentionInterface.register(_SDPA, sdpa_attention_forward)
+        if _users == 0:
+            replace_sdpa(grouped_sdpa, sdpa_attention_forward)
 
 
 def grouped_sdpa(
@@ -90,7 +91,7 @@ def grouped_sdpa(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """
-    transformers' `sdpa_attention_forward`, but where the mask is marked the query heads of a group become rows of one
+    As transformers' `sdpa_attention_forward`. If the mask is marked, the query heads of a group become rows of one
     head, and no key or value is copied.
 
     Args:
@@ -105,7 +106,7 @@ def grouped_sdpa(
     kv_heads = key.shape[1]
     group = heads // kv_heads
     beyond = dropout > 0.0 or any(kwargs.get(name) is not None for name in _OTHER_ARGUMENTS)
-    # While a forward is compiled nothing can be put aside for other layers: what they need is there before.
+    # Compiled code cannot store a form for other layers: `form_ahead` has made it, or this layer runs as before.
     is_missing = forms is not None and group not in forms and torch.compiler.is_compiling()
     if attention_mask is None or forms is None or is_missing or group == 1 or beyond:
         return sdpa_attention_forward(

@@ -1,10 +1,11 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""How a linear layer's weight may lie in memory so that a product of a few rows takes as long as reading it once."""
+"""Layouts of a linear layer's weight in memory. A product of a few rows then takes as long as one read of it."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,21 +16,21 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ..core.checkpoint_files import some_values
 
-# Rows of the product that oneDNN's layout is chosen for. Any number above one gives the same layout; the one for a
-# single row is slow for several.
+# The number of rows that oneDNN chooses its layout for. Any number above one gives the same layout. The layout for one
+# row is slow for several.
 _ROWS = 8
-# Outputs of a block: the first number that divides them all, or the last. Of 64, 48, 32 and 16 these two were fastest
-# for eight rows, and 48 for one.
+# Outputs of a block: the first of these that divides the number of outputs, or the last. Of 64, 48, 32 and 16 these
+# two were the fastest for eight rows, and 48 for one.
 _BLOCKS = (48, 32)
 _layouts: weakref.WeakValueDictionary[int, OneDnnLayout] = weakref.WeakValueDictionary()
-# Weights keep their numbers, so that code which was compiled for one still fits when it is packed again.
+# A weight keeps its number. Code that was compiled for it then still works after it is packed again.
 _numbers = WeakIdKeyDictionary()
 _next_number = itertools.count()
 
 
 class OneDnnLayout:
     """
-    oneDNN's own layout, as `torch.compile` with freezing has it made.
+    oneDNN's own layout, which `torch.compile` with freezing uses, too.
 
     Args:
         weight (`torch.Tensor` of shape `(out_features, in_features)`): float32 or bfloat16, on the CPU.
@@ -44,7 +45,7 @@ class OneDnnLayout:
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """`torch.nn.functional.linear(input, weight, bias)`."""
         if torch.compiler.is_compiling():
-            # Compilers take no tensor of oneDNN's: compiled code finds it by number.
+            # `torch.compile` does not support oneDNN's tensors. Compiled code looks the layout up by its number.
             return _operators.product(input, bias, self._number, self._out_features)
         return torch.ops.mkldnn._linear_pointwise(input, self._weight, bias, "none", [], "")
 
@@ -55,8 +56,8 @@ class OneDnnLayout:
 
 class BlockLayout:
     """
-    Blocks of some outputs, each transposed: `(blocks, in_features, outputs)`. A product is then a batch of small ones
-    with the same rows, which MKL multiplies as they lie, where it would first copy all of a weight.
+    Blocks of outputs, each transposed: `(blocks, in_features, outputs)`. A product is then a batch of small products
+    with the same rows. MKL computes these without a copy; of the whole weight it would first make one.
 
     Args:
         weight (`torch.Tensor` of shape `(out_features, in_features)`): float32, on the CPU.
@@ -98,7 +99,7 @@ _operators = getattr(torch.ops, _namespace)
 
 def product_of_blocks(input: Tensor, blocks: Tensor) -> Tensor:
     """
-    The product of rows with a weight that is cut into blocks of some outputs each.
+    The product of rows with a weight in blocks of outputs.
 
     Args:
         input (`torch.Tensor` of shape `(..., in_features)`): the rows.
@@ -114,12 +115,12 @@ def product_of_blocks(input: Tensor, blocks: Tensor) -> Tensor:
 
 class PackedWeight(Tensor):
     """
-    A weight in one of these layouts. To whoever looks at it, it is an ordinary tensor that cannot be changed: of the
-    weight's shape and dtype, and operations get its values as they were.
+    A weight in one of these layouts. It has the shape and dtype of the weight, operations read the weight's values to
+    the bit, and it cannot be changed.
 
     Args:
-        packed ([`OneDnnLayout`] or [`BlockLayout`]): where the values are.
-        weight (`torch.Tensor` of shape `(out_features, in_features)`): the weight that was laid out.
+        packed ([`OneDnnLayout`] or [`BlockLayout`]): the layout that holds the values.
+        weight (`torch.Tensor` of shape `(out_features, in_features)`): the weight that was packed.
     """
 
     packed: OneDnnLayout | BlockLayout
@@ -134,12 +135,10 @@ class PackedWeight(Tensor):
         """The weight as an ordinary tensor, to the bit."""
         return self.packed.to_dense()
 
-    @property
+    @cached_property
     def some_values(self) -> Tensor:
-        """See [`some_values`]. A packed weight never changes, so they are read once."""
-        if "kept_values" not in vars(self):
-            vars(self)["kept_values"] = some_values(self.to_dense()).clone()
-        return vars(self)["kept_values"]
+        """See [`some_values`]. They are read once, because a packed weight never changes."""
+        return some_values(self.to_dense()).clone()
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -158,7 +157,7 @@ class PackedWeight(Tensor):
 
 def layout_of(weight: Tensor) -> OneDnnLayout | BlockLayout:
     """
-    A weight, laid out for products of a few rows.
+    Packs a weight for products of a few rows.
 
     Args:
         weight (`torch.Tensor` of shape `(out_features, in_features)`): float32 or bfloat16, on the CPU.
@@ -167,5 +166,5 @@ def layout_of(weight: Tensor) -> OneDnnLayout | BlockLayout:
 
 
 def blocks_pay() -> bool:
-    """Whether blocks are taken in float32: with MKL and AVX-512, as on the one Xeon where they were found faster."""
+    """Whether float32 weights are packed in blocks: with MKL and AVX-512, as on the Xeon where they were faster."""
     return torch.backends.mkl.is_available() and torch.backends.cpu.get_cpu_capability() == "AVX512"

@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-Packed weights: on a CPU, products of a few rows with a linear layer's weight are bound by how the weight lies in
-memory. Here it is laid out once for such products.
+Packed weights. On a CPU the order of a weight in memory decides how long a product of a few rows takes. Packing brings
+each weight of a linear layer into the right order once.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 class PackedLinear(nn.Linear):
     """
-    A linear layer whose weight is packed. A layer becomes one in place, by its class, and ceases to be one likewise:
-    hooks and references to it stay as they are.
+    A linear layer whose weight is packed. Packing and unpacking change the class of a layer in place; hooks and
+    references to it stay.
 
-    `weight` is then a [`PackedWeight`]. Where other modules share it (a tied LM head), `weight` stays as it was, and
-    is packed beside.
+    `weight` is then a [`PackedWeight`]. If other modules share it (a tied LM head), `weight` stays an ordinary
+    parameter, and the packed copy exists beside it.
     """
 
     packed: OneDnnLayout | BlockLayout
     unpacked_parameter: nn.Parameter
-    # For compiled rounds.
+    # Set while compiled code runs.
     compact: CompactWeight | None = None
 
     def forward(self, input: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class PackedLinear(nn.Linear):
                 "`hf_falcon.unpack_weights(model)` first."
             )
         if input.dtype != self.unpacked_parameter.dtype:
-            # Autocast, or a mistake: as the ordinary layer has it.
+            # Autocast, or a mistake: the result, or the error, of an ordinary layer.
             return F.linear(input, self.packed.to_dense(), self.bias)
         if torch.compiler.is_compiling() and self.compact is not None and self.compact.suits(input):
             return self.compact.product(input, self.bias)
@@ -51,20 +51,20 @@ class PackedLinear(nn.Linear):
     @classmethod
     @torch.inference_mode(False)
     def pack(cls, linear: nn.Linear, keep_dense: bool) -> None:
-        """Packs a linear layer's weight; `keep_dense` leaves the weight itself where it is."""
+        """Packs a linear layer's weight. With `keep_dense` the ordinary weight is kept, too."""
         weight = linear.weight
         packed = layout_of(weight)
-        # Not by attribute assignment, which would register the parameter under a second name.
+        # Attribute assignment would register the parameter under a second name.
         vars(linear).update(packed=packed, unpacked_parameter=weight)
         linear.__class__ = cls
         if not keep_dense:
             linear.weight = nn.Parameter(PackedWeight(packed, weight), requires_grad=False)
-            # The parameter itself waits, empty: whoever refers to it (an optimizer) finds it again after `unpack`.
+            # The parameter is kept, empty: a reference to it (an optimizer's) is valid again after `unpack`.
             weight.data = weight.data.new_empty(0)
 
     @torch.inference_mode(False)
     def unpack(self) -> None:
-        """Makes this the ordinary layer that it was, with the same parameter of the same values."""
+        """Restores the ordinary layer, with the same parameter and the same values."""
         weight = self.unpacked_parameter
         if self._gave_up_dense:
             weight.data = self.packed.to_dense()
@@ -82,17 +82,17 @@ class PackedLinear(nn.Linear):
             destination[f"{prefix}weight"] = self.packed.to_dense()
 
     def _load_from_state_dict(self, *args: Any) -> None:
-        # New values: an ordinary layer takes them.
+        # A packed weight cannot take new values.
         self.unpack()
         self._load_from_state_dict(*args)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        # `.to()`, `.half()` and the like: what they make need not be packable.
+        # `.to()`, `.half()` and others: their results may not support packing.
         self.unpack()
         return self._apply(fn, recurse)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A copy is an ordinary layer: oneDNN's tensors cannot be copied.
+        # A copy is an ordinary layer, because oneDNN's tensors cannot be copied.
         state = vars(self).copy()
         weight = state.pop("unpacked_parameter")
         packed = state.pop("packed")
@@ -105,22 +105,22 @@ class PackedLinear(nn.Linear):
 def pack_weights(model: nn.Module) -> None:
     """
     Packs the weights of all linear layers of a model for products of a few rows on a CPU, in place, until
-    [`unpack_weights`]. Verifying trees becomes faster, and so does plain decoding in bfloat16.
+    [`unpack_weights`]. The verification of trees becomes faster, and so does plain decoding in bfloat16.
 
-    Memory stays what it was: each weight is given up for its packed form. Only what other modules need as it is, such
-    as an embedding tied to the LM head, is there twice; and the pages of weights that are mapped from a checkpoint's
-    file go when the system wants them. `state_dict`, `save_pretrained` and copies have ordinary weights; `.to()` and
-    `load_state_dict` unpack what they touch. In bfloat16 the outputs stay the same to the bit; in float32 they differ
-    by rounding.
+    The model takes as much memory as before, because the packed weights replace the ordinary ones. Only a weight that
+    other modules share, such as an embedding tied to the LM head, is kept in both forms. Weights that are mapped from
+    a checkpoint's file leave memory when the system needs it. `state_dict`, `save_pretrained` and copies have ordinary
+    weights; `.to()` and `load_state_dict` unpack the layers that they change. In bfloat16 the outputs stay the same to
+    the bit; in float32 they differ by rounding.
 
-    The model must not be trained, nor its weights be changed, and no other thread may run it while it is packed or
-    unpacked. Once packed, threads may share it.
+    Do not train the model or change its weights while they are packed. No other thread may run the model during the
+    packing or unpacking itself. Threads may share a packed model.
 
     Args:
         model (`torch.nn.Module`): a target or a drafter, in evaluation mode, in float32 or bfloat16, on the CPU.
 
     Raises:
-        `RuntimeError`: if torch was built without oneDNN, or the processor lacks what oneDNN needs for bfloat16.
+        `RuntimeError`: if torch was built without oneDNN, or the processor lacks oneDNN's instructions for bfloat16.
         `ValueError`: if the model is quantised, in training mode, not on the CPU, of another dtype, or has no linear
             layer. Nothing is packed then.
     """
@@ -157,7 +157,7 @@ def packed_weights(*models: nn.Module) -> Iterator[None]:
         target.generate(**inputs, assistant_model=drafter)
     ```
 
-    A model that was packed before stays so.
+    A model that was packed before stays packed.
 
     Args:
         models (`torch.nn.Module`): see [`pack_weights`].
@@ -173,7 +173,7 @@ def packed_weights(*models: nn.Module) -> Iterator[None]:
 
 
 def _packable(model: nn.Module) -> list[nn.Linear]:
-    """The linear layers of a model that are to be packed, or the error that says why none can be."""
+    """The linear layers of a model to pack. Raises the errors of [`pack_weights`]."""
     name = type(model).__name__
     if not torch.backends.mkldnn.is_available():
         raise RuntimeError(
@@ -207,21 +207,21 @@ def _packable(model: nn.Module) -> list[nn.Linear]:
             )
         if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
             raise RuntimeError(
-                f"{name} is in bfloat16, and this processor lacks what oneDNN needs for it: load the model in "
+                f"{name} is in bfloat16, and this processor lacks oneDNN's instructions for it: load the model in "
                 "float32, or generate without packed weights."
             )
     return list(linears.values())
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """Whether a module is a linear layer and nothing but a product: no subclass, no other forward, no odd weight."""
+    """Whether a module is exactly `torch.nn.Linear`: no subclass, no other forward, an ordinary weight."""
     if type(module) is not nn.Linear or "forward" in vars(module):
         return False
     return type(module._parameters.get("weight")) is nn.Parameter
 
 
 def _address(parameter: Tensor | None) -> int | None:
-    """Where a parameter's values lie: tied ones lie in one place. `None` where that has no answer."""
+    """The address of a parameter's values, which tied parameters share; `None` for parameters without one."""
     if parameter is None or type(parameter) is not nn.Parameter or parameter.layout != torch.strided:
         return None
     return parameter.data_ptr()

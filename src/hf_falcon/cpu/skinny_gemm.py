@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-Products of a few rows, a tree's or a draft pass's, with float32 weights, block by block as they lie: of a whole weight
-MKL would first make a copy. Packed weights are faster still, but somebody has to pack them.
+Products of a few rows (the nodes of a tree, or the rows of a draft pass) with float32 weights, block by block. MKL
+would first copy a whole weight. Packed weights are faster still, but need a call of `pack_weights`.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from torch import Tensor, nn
 from .compact_weights import CompactWeight
 from .packed_layouts import blocks_pay, product_of_blocks
 
-# Rows for which this is faster; with 3 and with 16 it is slower.
+# The numbers of rows for which this is faster; with 3 and with 16 rows it is slower.
 _LEAST, _MOST = 4, 12
-# Outputs of a block: all as fast.
+# Outputs of a block; both widths are equally fast.
 _WIDTHS = (32, 16)
 _lock = threading.Lock()
 _users: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 class _Here(threading.local):
-    """Whether this thread is in a round: others may run the same target meanwhile."""
+    """Whether this thread is in a round. Other threads may run the same target at the same time."""
 
     in_a_round = False
 
@@ -36,16 +36,19 @@ _here = _Here()
 
 
 class SkinnyLinear(nn.Linear):
-    """What linear layers are while trees are scored or drafted: an ordinary one to other threads."""
+    """
+    The class of linear layers while trees are scored or drafted. For other threads it computes what an ordinary linear
+    layer computes.
+    """
 
-    # For compiled rounds.
+    # Set while compiled code runs.
     compact: CompactWeight | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and self.compact is not None and self.compact.suits(input):
             return self.compact.product(input, self.bias)
         rows = input.numel() // self.in_features
-        # Compiled code is of rounds alone.
+        # Code is only compiled for rounds.
         in_a_round = torch.compiler.is_compiling() or _here.in_a_round
         if not in_a_round or not _LEAST <= rows <= _MOST or input.dtype != torch.float32:
             return F.linear(input, self.weight, self.bias)
@@ -56,7 +59,7 @@ class SkinnyLinear(nn.Linear):
 
 
 def linears_of(model: nn.Module) -> list[nn.Linear]:
-    """The linear layers of a model that [`skinny_gemm`] is for."""
+    """The linear layers of a model that [`skinny_gemm`] speeds up; none without AVX-512 and MKL."""
     if not blocks_pay():
         return []
     return [module for module in model.modules() if isinstance(module, nn.Linear) and _is_suited(module)]
@@ -65,13 +68,13 @@ def linears_of(model: nn.Module) -> list[nn.Linear]:
 @contextmanager
 def skinny_gemm(model: nn.Module, linears: list[nn.Linear], rows: int | None = None) -> Iterator[None]:
     """
-    Inside, this thread's forwards of a few rows are faster; their values differ by rounding.
+    Inside, forwards of a few rows are faster in this thread. Their values differ by rounding.
 
     Args:
         model (`torch.nn.Module`): a target, a drafter, or a head of its own.
-        linears (`list[torch.nn.Linear]`): what [`linears_of`] found in it.
-        rows (`int`, *optional*): rows of all forwards inside, where that is known. For those that this is not faster
-            for, no layer is touched.
+        linears (`list[torch.nn.Linear]`): the layers that [`linears_of`] found in the model.
+        rows (`int`, *optional*): the number of rows of all forwards inside, if it is known. No layer is changed if
+            that number is not faster this way.
     """
     is_for_none = rows is not None and not _LEAST <= rows <= _MOST
     if not linears or is_for_none or torch.is_autocast_enabled("cpu"):
@@ -105,7 +108,7 @@ def _leave(model: nn.Module, linears: list[nn.Linear]) -> None:
 
 
 def _is_suited(linear: nn.Linear) -> bool:
-    # No subclass, and no other forward.
+    # A subclass, or a layer with a forward of its own, may compute something else.
     if type(linear) not in (nn.Linear, SkinnyLinear) or "forward" in vars(linear):
         return False
     weight = linear._parameters.get("weight")

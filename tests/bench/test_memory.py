@@ -1,0 +1,26 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""The memory that a drafter takes."""
+
+import pytest
+from tiny_models import (
+    new_drafter,
+    tiny_target,
+)
+
+from hf_falcon.bench.memory import drafter_bytes, weight_bytes
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 30])
+def test_drafter_memory(draft_vocab_size):
+    target = tiny_target()
+    drafter = new_drafter(target, num_lstm_layers=0, block_size=1, draft_vocab_size=draft_vocab_size)
+    drafter.generation_config.draft_tree = "static"
+    found = drafter_bytes(drafter, target, 300)
+    weights = sum(parameter.nbytes for parameter in drafter.parameters())
+    # Two layers of 300 and some keys and values in a buffer of 512, in a quarter of the heads and two of eight.
+    cache = 2 * 2 * 512 * 16 * 4
+    head = 0 if draft_vocab_size is None else 30 * 32 * 4
+    # Means and deviations, ids, the tree, and the newest features.
+    assert weights + cache + head < found < weights + cache + head + 6000
+    assert drafter_bytes(drafter, target, 600) - found == cache
+    assert weight_bytes(target) == sum(p.nbytes for p in target.parameters())

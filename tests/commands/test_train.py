@@ -1,0 +1,167 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""`hf-falcon train`: what it writes, resumes and refuses."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from quick import quick
+from safetensors.torch import load_file
+from tiny_models import VOCAB, tiny_target
+from training_runs import arguments
+
+from hf_falcon import FalconDraftModel
+from hf_falcon.commands import main as entry
+from hf_falcon.commands import train
+from hf_falcon.commands.train import frequent_tokens
+from hf_falcon.training.features import feature_statistics
+from hf_falcon.training.plot import draw
+from hf_falcon.training.token_file import TokenFile
+
+
+def test_held_out_samples_that_are_too_long(workplace, tmp_path, capsys):
+    samples = [torch.arange(3, 12)] * 19 + [torch.arange(3, 40)]
+    path = tmp_path / "tokens.safetensors"
+    TokenFile.from_samples(samples, [4] * 19 + [30], [0.0] * 20, VOCAB).save(path)
+    options = {"data": path, "max_length": 20, "plan": True}
+    with pytest.raises(
+        ValueError, match="^Held out, .*: None of 1 samples .* raise it. Or change `eval_samples` .1.:"
+    ):
+        train.main(arguments(workplace, tmp_path, eval_samples=1, **options))
+    assert train.main(arguments(workplace, tmp_path, eval_samples=0, **options)) == 0
+    assert train.main(arguments(workplace, tmp_path, eval_samples=2, **options)) == 0
+    assert "1 samples held out" in capsys.readouterr().out
+
+
+def test_train_command(workplace, tmp_path):
+    output = tmp_path / "new" / "drafter"
+    options = {"draft_vocab_size": 20, "features_dir": tmp_path / "features", "block_size": 3, "eval_samples": 2}
+    options |= {"feature_layers": 0, "final_tau_prompts": 1, "intermediate_size": 40, "num_key_value_heads": 1}
+    assert train.main(arguments(workplace, output, **options)) == 0
+    files = {"config.json", "model.safetensors", "trainer_state.json", "provenance.json", "README.md"}
+    assert files <= set(os.listdir(output))
+    card = ModelCard.load(output / "README.md")
+    assert "speculative-decoding" in card.data.tags and "steps," in card.text
+    assert "training_args.bin" not in os.listdir(output)
+    config = json.loads((output / "config.json").read_text())
+    assert (config["block_size"], config["num_lstm_layers"], config["num_hidden_layers"]) == (3, 2, 1)
+    assert (config["intermediate_size"], config["num_key_value_heads"]) == (40, 1)
+    assert config["target_model_type"] == "llama" and config["target_fingerprint"] and config["feature_layers"] == [0]
+
+    drafter = FalconDraftModel.from_pretrained(output)
+    data = TokenFile.load(workplace / "tokens.safetensors")
+    assert torch.equal(drafter.draft_vocab_ids, frequent_tokens(data, VOCAB, 20)[0])
+    mean, std = feature_statistics(tiny_target(), data)
+    torch.testing.assert_close(drafter.feature_mean, mean)
+    torch.testing.assert_close(drafter.feature_std, std)
+
+    # A drafter to start from.
+    assert (
+        train.main(arguments(workplace, tmp_path / "next", init_from=output, max_steps=1, gradient_checkpointing=True))
+        == 0
+    )
+    assert FalconDraftModel.from_pretrained(tmp_path / "next").config.block_size == 3
+
+
+@pytest.mark.parametrize("prompts", quick([2], [0, 2]))
+def test_what_a_run_leaves_to_look_at(workplace, tmp_path, capsys, monkeypatch, prompts):
+    monkeypatch.setattr("hf_falcon.training.plot.draw", draw)
+    options = {"eval_strategy": "steps", "eval_steps": 2, "logging_steps": 1, "final_tau_prompts": prompts}
+    # A piece that is not the last decodes nothing.
+    assert train.main(arguments(workplace, tmp_path, max_minutes=0, **options)) == 0
+    assert "decoded" not in capsys.readouterr().out
+    assert train.main(arguments(workplace, tmp_path, **options)) == 0
+    history = json.loads((tmp_path / "trainer_state.json").read_text())["log_history"]
+    assert [row["step"] for row in history if "eval_top8_depth2" in row] == [2, 3]
+    assert all(0 <= row["eval_estimated_tau_tree"] <= 2 for row in history if "eval_loss" in row)
+    final = [row for row in history if "final_tau" in row]
+    assert len(final) == (prompts > 0) == ("2 held-out prompts decoded: " in (printed := capsys.readouterr().out))
+    assert (" tokens a round (tau " in printed) == (prompts > 0)
+    assert all(0 <= row["final_alpha"] <= 1 for row in final)
+    image = (tmp_path / "training.png").read_bytes()
+    assert image.startswith(b"\x89PNG") and len(image) > 10_000
+
+
+def test_the_same_command_goes_on(workplace, tmp_path):
+    command = arguments(workplace, tmp_path, max_minutes=0)
+    for step in (1, 2, 3, 3):
+        assert train.main(command) == 0
+        state = json.loads((tmp_path / "trainer_state.json").read_text())
+        assert state["global_step"] == step
+    whole_run = tmp_path / "whole"
+    assert train.main(arguments(workplace, whole_run)) == 0
+    pieces, expected = (FalconDraftModel.from_pretrained(folder) for folder in (tmp_path, whole_run))
+    for name, tensor in expected.state_dict().items():
+        torch.testing.assert_close(pieces.state_dict()[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.slow
+def test_kill_9(workplace, tmp_path):
+    """Real processes and a real SIGKILL, at random moments of a run that saves after every step."""
+    options = {"max_steps": 60, "save_steps": 1, "save_total_limit": 3, "logging_steps": 1, "eval_samples": 2}
+    options |= {"eval_strategy": "steps", "eval_steps": 5}
+    assert train.main(arguments(workplace, tmp_path / "whole", **options)) == 0
+    command = [sys.executable, "-m", "hf_falcon", "train", *arguments(workplace, tmp_path / "killed", **options)]
+    chance = random.Random(0)
+    for kill in range(1, 5):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        try:
+            while get_last_step(tmp_path / "killed") < 8 * kill and process.poll() is None:
+                time.sleep(0.005)
+            time.sleep(0.1 * chance.random())
+            assert process.poll() is None
+        finally:
+            process.kill()
+            process.wait()
+    assert get_last_step(tmp_path / "killed") < 60
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+
+    histories = []
+    for name in ("whole", "killed"):
+        history = json.loads((tmp_path / name / "trainer_state.json").read_text())["log_history"]
+        for row in history:
+            for clock in [name for name in row if "per_second" in name or "runtime" in name]:
+                del row[clock]
+        histories.append([row for row in history if "train_loss" not in row])
+    assert len(histories[0]) >= 60 and histories[0] == histories[1]
+    whole, killed = (load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed"))
+    assert all(torch.equal(whole[name], killed[name]) for name in whole)
+
+
+def get_last_step(folder) -> int:
+    return max((int(path.name.split("-")[1]) for path in folder.glob("checkpoint-*")), default=0)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"block_size": 0}, "`block_size` is 0"),
+        ({"architecture": "medusa"}, "`architecture` is 'medusa': choose one of falcon, medusa_like"),
+        ({"draft_vocab_size": 65}, "`draft_vocab_size` is 65: set it between 1 and `vocab_size` (64)"),
+        ({"max_length": 4}, "`max_length` (4) tokens: raise it"),
+        ({"unroll_passes": 2}, "Set `unroll_passes=1` or `num_lstm_layers=0`"),
+        ({"data": "nowhere.safetensors"}, "There is no token file nowhere.safetensors"),
+        ({"target_dtype": "int8"}, "`dtype` is 'int8'; choose one of"),
+        ({"blocksize": 3}, "Unknown argument `--blocksize`: did you mean `--block_size`?"),
+        ({"data": "large"}, f"`data` has token {VOCAB}, but the target's `vocab_size` is {VOCAB}: give token files"),
+        (
+            {"learning_rate": 1e30, "max_grad_norm": 0, "max_steps": 9},
+            "The loss is nan at step 1: lower `learning_rate`",
+        ),
+    ],
+)
+def test_wrong_arguments(workplace, tmp_path, capsys, monkeypatch, changes, message):
+    monkeypatch.delenv("HF_FALCON_DEBUG", raising=False)
+    if changes.get("data") == "large":
+        changes = {"data": tmp_path / "large.safetensors"}
+        TokenFile.from_samples([torch.tensor([1, 2, VOCAB])], [1], [0.0], VOCAB + 1).save(changes["data"])
+    assert entry.main(["train", *arguments(workplace, tmp_path, **changes)]) == 1
+    # A progress bar may stand around it.
+    error = capsys.readouterr().err
+    assert "hf-falcon train: error: " in error and message in error and "Traceback" not in error

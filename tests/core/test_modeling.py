@@ -1,0 +1,40 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""The network's masks: what a position sees, and that padding changes nothing."""
+
+import pytest
+import torch
+from tiny_models import new_drafter, random_tokens
+from utilities import close
+
+from hf_falcon.core.modeling_falcon_draft import block_ends, relaxed_causal_mask
+from hf_falcon.core.target_parts import TargetHead
+from hf_falcon.training.features import target_features
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+def test_relaxed_causal_mask(block_size):
+    torch.manual_seed(0)
+    length = 8
+    blocks = (torch.arange(length)[None] + torch.tensor([[0], [1], [2]])) // block_size
+    valid = torch.arange(length)[None] < torch.tensor([[8], [6], [1]])
+    mask, ends = relaxed_causal_mask(blocks, valid), block_ends(blocks)
+    assert mask.shape == (3, 1, length, length)
+    for b in range(3):
+        for row in range(length):
+            same = [c for c in range(length) if blocks[b, c] == blocks[b, row]]
+            assert ends[b, row] == same[-1]
+            for column in range(length):
+                sees = column <= row or column in same
+                assert mask[b, 0, row, column] == (row == column or (sees and bool(valid[b, column])))
+
+
+def test_padding_changes_nothing(target):
+    drafter, tokens = new_drafter(target, block_size=3), random_tokens(1, 13)
+    features = target_features(target, tokens, torch.ones_like(tokens, dtype=torch.bool))[:, :12]
+    blocks = (torch.arange(12)[None] + 1) // 3
+    embeds = TargetHead(drafter, target).embed(tokens[:, 1:])
+    valid = torch.arange(12)[None] < 8  # ends with a block
+    with torch.no_grad():
+        short = drafter(features[:, :8], embeds[:, :8], blocks[:, :8])
+        padded = drafter(features, embeds, blocks, attention_mask=valid)
+    close(padded[:, :8], short)

@@ -1,0 +1,331 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""How much is drafted: what pays, and nothing where nothing pays."""
+
+import math
+import random
+
+import pytest
+import torch
+from oracle import FreeDrafting, use_oracle
+from tiny_models import prompt, tiny_drafter, tiny_target
+
+from hf_falcon import FalconCandidateGenerator
+from hf_falcon.core.costs import CostKey, Costs
+from hf_falcon.core.draft_options import DraftOptions
+from hf_falcon.core.policy import (
+    AcceptanceStats,
+    AdaptivePolicy,
+    DraftDecision,
+    DraftPolicy,
+    PassCheck,
+    PlainPolicy,
+    RoundOutcome,
+    RoundTime,
+    acceptance_stats_of,
+)
+from hf_falcon.core.tree import Branches, DraftTree, DynamicRound, DynamicTree, single_node
+
+CPU = torch.device("cpu")
+PATHS = Branches(torch.arange(2), torch.arange(2), torch.tensor([0.5, 0.2]).log())
+
+
+def adaptive(stats=None, nodes=8, node_cost=0.05, pass_cost=0.1, **options) -> AdaptivePolicy:
+    costs = Costs({0: 1.0, nodes: 1.0 + nodes * node_cost})
+    costs.draft_pass = costs.commit = costs._mean_pass = costs._mean_commit = pass_cost
+    options = DraftOptions(num_assistant_tokens=nodes, **options)
+    return AdaptivePolicy(options, stats or AcceptanceStats(), costs, 12, CPU)
+
+
+def continues(decision: DraftDecision, branches: Branches = PATHS) -> bool:
+    """Whether a second pass is drafted after these paths."""
+    check = decision.check_pass(branches, branches.log_probs)
+    return decision.probe_pass or check.continuation >= decision.pass_threshold
+
+
+@pytest.mark.parametrize("rate", [1.0, 1.7, 4.0])
+def test_verifies_the_nodes_that_pay(rate):
+    draws, stats = random.Random(0), AcceptanceStats()
+    stats.rate = rate
+    for _ in range(50):
+        probs = sorted((draws.random() ** 3 for _ in range(8)), reverse=True)
+        gain = [sum(probs[:count]) - rate * (1 + 0.05 * count) for count in range(9)]
+        assert adaptive(stats).decide().size(torch.tensor(probs).log()) == gain.index(max(gain))
+
+
+def test_padding_gains_nothing():
+    """In a batch the rows' gains are added: a row that has no nodes left must not ask for more of them."""
+    padded = torch.tensor([0.5, 0.0, 0.0]).log()
+    assert DraftPolicy(DraftOptions(), AcceptanceStats()).decide().expected_gain(padded).tolist() == [0, 1, 1, 1]
+    assert adaptive().decide().expected_gain(padded).argmax() == 1
+    assert PlainPolicy(DraftOptions(), AcceptanceStats()).decide().expected_gain(padded[1:]).tolist() == [0, 0, 0]
+
+
+def test_kept_calibration_is_where_the_statistics_start():
+    stats = AcceptanceStats()
+    stats.depth(1).observe(1.0)
+    known = stats.depth(1).value
+    costs = Costs({0: 1.0, 8: 1.4})
+    policy = AdaptivePolicy(DraftOptions(draft_calibration=[0.5, 0.25]), stats, costs, 3, CPU)
+    # What this process has observed stays; the depth without an observation starts from what was kept.
+    assert stats.depth(1).value == known
+    decision = policy.decide()
+    assert decision.correction(2) == pytest.approx(math.log(0.25))
+    assert decision.correction(3) == decision.correction(4) == 0.0
+
+
+def test_nothing_is_verified_where_nothing_pays():
+    assert adaptive(node_cost=0.5).decide().size(torch.tensor([0.1, 0.05]).log()) == 0
+
+
+@pytest.mark.parametrize("pass_cost, expected", [(0.01, True), (0.9, False)])
+def test_a_pass_must_pay(pass_cost, expected):
+    assert continues(adaptive(pass_cost=pass_cost).decide()) is expected
+
+
+def test_a_likely_lookup_needs_no_pass():
+    branches = Branches(torch.arange(1), torch.arange(1), torch.tensor([0.9]).log())
+    policy = adaptive()
+    assert continues(policy.decide(), branches) and not continues(policy.decide(matched=32, found=2), branches)
+
+
+@pytest.mark.parametrize("threshold, expected", [(0.0, True), (0.4, True), (0.6, False)])
+def test_a_constant_policy_asks_the_likeliest_path(threshold, expected):
+    options = DraftOptions(assistant_confidence_threshold=threshold)
+    decision = DraftPolicy(options, AcceptanceStats()).decide()
+    assert continues(decision) is expected
+    assert continues(decision, Branches(torch.arange(2), torch.arange(2)))
+    assert decision.size(torch.tensor([0.5, 0.1, 0.01]).log()) == 3
+
+
+def run_rounds(policy: AdaptivePolicy, rounds: int, accepted: int, drafter_seconds: float) -> int:
+    """Plays rounds in which `accepted` tokens of a chain of 4 are right; returns how many were drafted."""
+    drafted = 0
+    for _ in range(rounds):
+        decision = policy.decide()
+        if decision.draft:
+            drafted += 1
+            tree = DraftTree(
+                torch.arange(5), torch.tensor([0, 0, 1, 2, 3]), torch.arange(5), torch.ones(5, 5).tril() > 0
+            )
+            corrections = torch.tensor([0.0, *(decision.correction(depth) for depth in range(1, 5))])
+            tree.log_probs = torch.tensor([1.0, 0.9, 0.8, 0.7, 0.6]).log() + corrections.cumsum(dim=0)
+            time = RoundTime(commit=drafter_seconds, drafting=3 * drafter_seconds, passes=3, target=1.2)
+        else:
+            tree, time = single_node(torch.zeros(1, dtype=torch.long)), RoundTime(target=1.0)
+        right = accepted if len(tree) > 1 else 0
+        policy.update(RoundOutcome(decision, tree, torch.arange(right + 1), right, time=time))
+    return drafted
+
+
+def test_drafting_with_a_useless_drafter_pauses():
+    """Finding out, and probing again now and then, costs little."""
+    policy = adaptive(node_cost=0.02)
+    at_first = run_rounds(policy, 100, accepted=0, drafter_seconds=0.05)
+    assert 2 <= at_first <= 20
+    assert run_rounds(policy, 1000, accepted=0, drafter_seconds=0.05) <= 12
+
+
+def test_a_drafter_that_becomes_useful_is_used_again():
+    policy = adaptive(node_cost=0.02)
+    run_rounds(policy, 300, accepted=0, drafter_seconds=0.05)
+    run_rounds(policy, 300, accepted=3, drafter_seconds=0.05)
+    assert run_rounds(policy, 100, accepted=3, drafter_seconds=0.05) == 100
+
+
+def test_drafting_with_a_drafter_that_becomes_useless_pauses():
+    policy = adaptive(node_cost=0.02)
+    assert run_rounds(policy, 300, accepted=3, drafter_seconds=0.05) == 300
+    assert run_rounds(policy, 100, accepted=0, drafter_seconds=0.05) < 80
+    assert run_rounds(policy, 300, accepted=0, drafter_seconds=0.05) <= 12
+
+
+def test_drafting_does_not_pause_after_bad_luck():
+    """A drafter that is right about one token in a round, at times none for several rounds, pays in the mean."""
+    policy, draws = adaptive(node_cost=0.02), random.Random(0)
+    accepted = [draws.choice((0, 0, 0, 2, 3)) for _ in range(400)]
+    drafted = sum(run_rounds(policy, 1, accepted=each, drafter_seconds=0.07) for each in accepted)
+    assert drafted > 390
+
+
+def test_drafting_with_a_costly_drafter_pauses():
+    assert run_rounds(adaptive(node_cost=0.02), 200, accepted=1, drafter_seconds=0.5) < 30
+
+
+def test_probabilities_are_calibrated():
+    """A drafter that is sure and wrong has its probabilities lowered; those of a right one stay."""
+    policy = adaptive()
+    assert policy.decide().correction(1) == 0.0
+    run_rounds(policy, 200, accepted=1, drafter_seconds=0.0)
+    assert policy.decide().correction(1) == 0.0 and policy.decide().correction(2) < math.log(0.2)
+
+
+def test_the_gain_of_a_pass_is_observed():
+    tree = single_node(torch.zeros(1, dtype=torch.long))
+    stats = AcceptanceStats()
+    for _ in range(100):
+        policy = adaptive(stats)
+        checks = [PassCheck(0.8, 0.5), PassCheck(0.4, 0.5 + 0.8 * 0.25)]
+        time = RoundTime(commit=0.1, drafting=0.1, passes=1, target=1.0)
+        policy.update(RoundOutcome(policy.decide(), tree, torch.arange(1), 0, checks=checks, time=time))
+    assert stats.pass_gain == pytest.approx(0.25, abs=1e-3)
+
+
+def test_lookups_are_observed():
+    stats = AcceptanceStats()
+    policy, root = adaptive(stats), single_node(torch.zeros(1, dtype=torch.long))
+
+    def observe(hit: bool) -> None:
+        decision = policy.decide(matched=3, found=3)
+        policy.update(RoundOutcome(decision, root, torch.arange(1), 0, [hit], time=RoundTime(target=1.0)))
+
+    before = stats.match(3).value
+    for _ in range(100):
+        observe(True)
+    assert stats.match(3).value > max(before, 0.9) and stats.match(4).value == AcceptanceStats().match(4).value
+    for _ in range(100):
+        observe(False)
+    assert stats.match(3).value < before
+
+
+def test_what_never_happens_keeps_a_least_share():
+    stats = AcceptanceStats()
+    for share in (stats.match(2), stats.depth(1)):
+        for _ in range(10_000):
+            share.observe(0.0)
+    decision = adaptive(stats).decide(matched=2, found=1)
+    assert decision.lookup_probability == pytest.approx(1e-3)
+    assert decision.correction(1) == pytest.approx(math.log(1e-3))
+
+
+def test_a_looked_up_path_grows_less_likely():
+    decision = adaptive().decide(matched=2, found=3)
+    assert decision.lookup_probability == pytest.approx(0.47)
+    probs = [math.exp(each) for each in decision.lookup_log_probs]
+    assert probs == pytest.approx([0.47, 0.47 * 0.57, 0.47 * 0.57 * 0.73])
+
+
+def grown(levels: int, seed: int) -> DynamicRound:
+    """A round of a dynamic tree with random candidates."""
+    draws = random.Random(seed)
+    tree_round = DynamicTree(num_nodes=100, max_depth=5, max_children=3, width=2).start(5)
+    rows = 1
+    for _ in range(levels):
+        log_probs = torch.tensor([sorted((-draws.random() for _ in range(3)), reverse=True) for _ in range(rows)])
+        tokens = torch.tensor([draws.sample(range(6), 3) for _ in range(rows)])
+        tree_round.add(log_probs, tokens)
+        branches = tree_round.branches()
+        rows = branches.rows.shape[0] if branches else 0
+    return tree_round
+
+
+def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
+    """Every node as the tokens that lead to it, with its log-probability."""
+    found: dict[tuple[int, ...], float] = {}
+    if len(tree) == 1:
+        return {(): 0.0}
+    for node in range(len(tree)):
+        on_path = tree.visible[node].nonzero()[:, 0]
+        assert tree.depths[on_path].tolist() == list(range(len(on_path)))
+        found[tuple(tree.token_ids[on_path[1:]].tolist())] = float(tree.log_probs[node])
+    assert len(found) == len(tree)
+    return found
+
+
+def test_a_path_joins_the_tree():
+    draws, root = random.Random(1), torch.tensor([9])
+    shared = 0
+    for seed in range(200):
+        levels, length = draws.randrange(4), draws.randrange(1, 7)
+        before = paths_of(grown(levels, seed).finish(root))
+        tokens = [draws.randrange(6) for _ in range(length)]
+        # Half of them begin as a drafted path does.
+        if draws.random() < 0.5:
+            tokens = [*draws.choice(list(before)), *tokens][:length]
+        log_probs = [-0.2 * (place + 1) for place in range(length)]
+        tree_round = grown(levels, seed)
+        tree_round.add_path(torch.tensor(tokens), torch.tensor(log_probs))
+        path = {tuple(tokens[: place + 1]): log_probs[place] for place in range(length)}
+        expected = dict(before)
+        for nodes, value in path.items():
+            shared += nodes in before
+            expected[nodes] = max(before.get(nodes, -math.inf), value)
+        found = paths_of(tree_round.finish(root))
+        assert found == pytest.approx(expected)
+        # The best of them are a tree, too: no node without its parent.
+        small = paths_of(tree_round.finish(root, lambda best: min(3, len(best))))
+        assert all(nodes[:-1] in small for nodes in small if nodes)
+    assert shared > 50
+
+
+def test_passes_are_probed_again():
+    """The gain of a pass is observed only where one runs: bad luck must not end passes for good."""
+    stats, answers = AcceptanceStats(), []
+    stats.pass_gain = 0.01
+    policy, tree = adaptive(stats), single_node(torch.zeros(1, dtype=torch.long))
+    for _ in range(20):
+        decision = policy.decide()
+        answers.append(continues(decision))
+        checks = [decision.check_pass(PATHS, PATHS.log_probs)]
+        time = RoundTime(commit=0.1, drafting=0.0, passes=0, target=1.0)
+        policy.update(RoundOutcome(decision, tree, torch.arange(1), 0, checks=checks, time=time))
+    assert answers == [*[False] * 8, True] * 2 + [False] * 2
+
+
+def test_other_costs_share_probabilities_and_nothing_else():
+    usual = CostKey.of(tiny_target("llama"), 100, 8)
+    stats = AcceptanceStats()
+    assert stats.under(usual) is stats
+    for other in ({"rows": 2}, {"packed": True}, {"compiled": (1, 8)}, {"packed": True, "compiled": (1, 8)}):
+        found = stats.under(usual._replace(**other))
+        assert found is not stats and found is stats.under(usual._replace(context=8192, **other))
+        found.depth(1).observe(1.0)
+        found.rate = 5.0
+        assert stats.depths is found.depths and stats.matches is found.matches
+        assert found.continuation is stats.continuation
+    assert stats.rate == AcceptanceStats().rate
+
+
+@pytest.mark.parametrize("block_size", [1, 2])
+def test_drafts_all_it_can_where_that_is_free(block_size, monkeypatch):
+    target, ids = tiny_target("llama"), prompt(9)
+    expected = target.generate(ids, max_new_tokens=40, do_sample=False)
+    monkeypatch.setattr("hf_falcon.core.costs.Costs", FreeDrafting)
+    use_oracle(monkeypatch, expected)
+    drafter = tiny_drafter(
+        target, block_size, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=20, num_draft_passes=8
+    )
+    acceptance_stats_of(drafter, target).costs.clear()
+    options = {"assistant_model": drafter, "max_new_tokens": 40, "do_sample": False, "return_dict_in_generate": True}
+    output = target.generate(ids, **options)
+    assert output.sequences.tolist() == expected.tolist()
+    assert output.draft_statistics.tau > 3
+
+
+def test_plain_decoding_where_drafting_never_pays(monkeypatch):
+    """The drafter reads nothing but in probes; the features that it has missed are there when it is probed again."""
+    target, ids = tiny_target("llama"), prompt(9)
+
+    class Costly(FreeDrafting):
+        def __init__(self, seconds):
+            super().__init__(seconds)
+            self.draft_pass = self.commit = 0.9
+
+    monkeypatch.setattr("hf_falcon.core.costs.Costs", Costly)
+    commits = []
+    commit = FalconCandidateGenerator.commit
+
+    def counted(self, features, next_token_ids, *args):
+        commits.append(features.shape[1])
+        assert features.shape[1] == next_token_ids.shape[1]
+        return commit(self, features, next_token_ids, *args)
+
+    monkeypatch.setattr(FalconCandidateGenerator, "commit", counted)
+    drafter = tiny_drafter(target, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=6)
+    acceptance_stats_of(drafter, target).costs.clear()
+    expected = target.generate(ids, max_new_tokens=150, do_sample=False)
+    output = target.generate(
+        ids, assistant_model=drafter, max_new_tokens=150, do_sample=False, return_dict_in_generate=True
+    )
+    assert output.sequences.tolist() == expected.tolist()
+    assert 1 < len(commits) < 25 and max(commits[1:]) > 10
+    assert sum(commits) <= expected.shape[1] - 1

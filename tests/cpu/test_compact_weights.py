@@ -1,0 +1,206 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Weights in fewer bytes: the same values to the bit, or none; compiled rounds read them while they are current."""
+
+import copy
+import shutil
+
+import pytest
+import torch
+from counting_compiler import Backend, compiled_by, drafter_of, generate
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize, quantize
+from tiny_models import prompt, tiny_target
+
+import hf_falcon
+from hf_falcon.cpu import compact_linears, compact_weights
+from hf_falcon.cpu import skinny_gemm as skinny_gemm
+from hf_falcon.cpu.compact_weights import compact
+from hf_falcon.cpu.compiled_rounds import compiled_rounds_of
+from hf_falcon.cpu.packed_layouts import BlockLayout, PackedWeight
+
+GRIDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
+OUTPUTS, INPUTS = 48, 96
+
+
+def weights(kind: str) -> torch.Tensor:
+    """Values as a file of `kind` gives them: great and small ones, zeros and groups of one value among them."""
+    values = torch.randn(OUTPUTS, INPUTS, generator=torch.Generator().manual_seed(0)) * 0.02
+    values[1] *= 1e3
+    values[2] *= 1e-4
+    values[3, :40] = 0.0
+    values[4, :32] = 0.25
+    return values.bfloat16().float() if kind == "bfloat16" else on_grid(values, kind)
+
+
+def on_grid(values: torch.Tensor, kind: str) -> torch.Tensor:
+    kind = getattr(GGMLQuantizationType, kind)
+    return torch.from_numpy(dequantize(quantize(values.numpy(), kind), kind))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize("kind", [*GRIDS, "bfloat16"])
+def test_values_stay_the_same_to_the_bit(kind, packed):
+    values = weights(kind)
+    found = compact(PackedWeight(BlockLayout(values), values) if packed else values)
+    assert found.dtype == (torch.bfloat16 if kind == "bfloat16" else torch.uint8)
+    # Each input by itself, and nothing is added to it but zeros.
+    assert torch.equal(found.product(torch.eye(INPUTS), None).T, values)
+
+
+@pytest.mark.parametrize("kind", [*GRIDS, "bfloat16"])
+def test_products(kind):
+    values, bias = weights(kind), torch.randn(OUTPUTS)
+    states = torch.randn(5, 2, INPUTS).transpose(0, 1)
+    expected = torch.nn.functional.linear(states, values, bias)
+    # Some rows of the weight are a thousand times the others.
+    torch.testing.assert_close(compact(values).product(states, bias), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [*GRIDS, "bfloat16"])
+@pytest.mark.parametrize("row", [0, OUTPUTS - 1])
+def test_one_value_beside_its_grid(kind, row):
+    values = weights(kind)
+    values[row, 5] = torch.nextafter(values[row, 5], torch.tensor(torch.inf))
+    assert compact(values) is None
+
+
+@pytest.mark.parametrize(
+    "values",
+    [torch.randn(48, 96), weights("Q4_1")[:40], weights("Q4_1").bfloat16(), torch.full((16, 32), torch.nan)],
+    ids=["float32", "outputs", "dtype", "nan"],
+)
+def test_weights_that_stay_as_they_are(values):
+    assert compact(values) is None
+
+
+def test_groups_that_do_not_fit():
+    """bfloat16 has none."""
+    assert compact(weights("Q8_0")[:, :80].contiguous()) is None
+    assert compact(weights("bfloat16")[:, :80].contiguous()) is not None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda linear: linear.weight.data.mul_(2.0),
+        lambda linear: linear.load_state_dict({"weight": torch.zeros(OUTPUTS, INPUTS)}),
+        lambda linear: linear.double(),
+        lambda linear: setattr(linear, "weight", torch.nn.Parameter(linear.weight.detach().clone())),
+    ],
+    ids=["data", "load_state_dict", "to", "replaced"],
+)
+def test_changes_are_noticed(change):
+    linear = torch.nn.Linear(INPUTS, OUTPUTS, bias=False)
+    linear.weight = torch.nn.Parameter(weights("Q8_0"))
+    found = compact(linear.weight)
+    assert found.is_of(linear.weight)
+    with torch.no_grad():
+        change(linear)
+    assert not found.is_of(linear.weight)
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    for module in (compact_linears, skinny_gemm):
+        monkeypatch.setattr(module, "blocks_pay", lambda: True)
+    monkeypatch.setattr("hf_falcon.cpu.compiling._is_faster", _without_timing)
+    return Backend()
+
+
+_is_faster = hf_falcon.cpu.compiling._is_faster
+
+
+def _without_timing(*arguments):
+    _is_faster(*arguments)
+    return True
+
+
+@pytest.fixture
+def target():
+    """Of values that fit into bfloat16."""
+    return copy.deepcopy(tiny_target("llama")).bfloat16().float()
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_text_equals_plain(target, backend, packed):
+    drafter, tokens = drafter_of(target), prompt(9)
+    if packed:
+        hf_falcon.pack_weights(target)
+    before = [vars(module).keys() for module in target.modules()]
+    with hf_falcon.compiled_rounds(target, (1, 4, 8), compiled_by(backend)):
+        linears = [module for module in target.modules() if isinstance(module, torch.nn.Linear)]
+        assert all(each in compiled_rounds_of(target)._weights for each in linears)
+        ran = backend.ran
+        assert generate(target, tokens, drafter) == generate(target, tokens)
+        # The LM head's, too.
+        assert backend.ran > ran and backend.compiled == 6
+        assert [vars(module).keys() for module in target.modules()] == before
+        rounds = compiled_rounds_of(target)
+    # What was compiled is kept, and no copy of the weights.
+    assert not any(each in rounds._weights for each in linears)
+    with hf_falcon.compiled_rounds(target, (1, 4, 8), compiled_by(backend)):
+        assert generate(target, tokens, drafter) == generate(target, tokens)
+        assert all(each in rounds._weights for each in linears)
+
+
+def test_an_lm_head_with_another_forward(target, backend):
+    """As offloading gives it: the decoder still runs compiled."""
+    head, drafter, tokens = target.lm_head, drafter_of(target), prompt(9)
+    head.forward = lambda states: torch.nn.functional.linear(states, head.weight) * 0.9
+    hf_falcon.compile_rounds(target, (1, 8), compiled_by(backend))
+    ran = backend.ran
+    assert generate(target, tokens, drafter) == generate(target, tokens)
+    assert backend.ran > ran and backend.compiled == 2
+
+
+def test_compiled_code_reads_them(target, backend, monkeypatch):
+    def others(weight):
+        found = compact(weight)
+        found._codes.mul_(1.5)
+        return found
+
+    monkeypatch.setattr(compact_linears, "compact", others)
+    with pytest.raises(RuntimeError, match="rounds of 4 tokens give other values"):
+        hf_falcon.compile_rounds(target, (4,), compiled_by(backend))
+
+
+def test_more_rows_than_they_are_for(target, backend, monkeypatch):
+    monkeypatch.setattr(compact_weights.CompactWeight, "product", None)
+    assert hf_falcon.compile_rounds(target, (13,), compiled_by(backend)) == [13]
+
+
+@pytest.mark.parametrize("scale", [0.5, 0.7])
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+def test_weights_that_change(target, backend, packed, scale):
+    drafter, tokens = drafter_of(target), prompt(9)
+    if packed:
+        hf_falcon.pack_weights(target)
+    hf_falcon.compile_rounds(target, (1, 8), compiled_by(backend))
+    target.load_state_dict({name: values * scale for name, values in target.state_dict().items()})
+    ran = backend.ran
+    assert generate(target, tokens, drafter) == generate(target, tokens)
+    assert backend.ran == ran
+    if packed:
+        hf_falcon.pack_weights(target)
+    compiled = backend.compiled
+    hf_falcon.compile_rounds(target, (1, 8), compiled_by(backend))
+    # Half of what fits into bfloat16 fits into it, and is read by the same code.
+    assert (backend.compiled == compiled) == (scale == 0.5)
+    ran = backend.ran
+    assert generate(target, tokens, drafter) == generate(target, tokens)
+    assert backend.ran > ran
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("kind", ["Q4_1", "bfloat16"])
+def test_text_equals_plain_by_the_default_compiler(kind, monkeypatch):
+    monkeypatch.setattr("hf_falcon.cpu.compiling._is_faster", _without_timing)
+    target = copy.deepcopy(tiny_target("llama"))
+    for linear in (module for module in target.modules() if isinstance(module, torch.nn.Linear)):
+        narrow = kind == "bfloat16" or linear.in_features % 32
+        linear.weight.data = linear.weight.data.bfloat16().float() if narrow else on_grid(linear.weight.data, kind)
+    drafter = drafter_of(target)
+    with hf_falcon.compiled_rounds(target, (1, 4, 8)):
+        for length in (1, 9, 30):
+            assert generate(target, prompt(length), drafter) == generate(target, prompt(length))

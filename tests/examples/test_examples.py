@@ -1,0 +1,99 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""The examples of decoding, on a tiny target."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from example_scripts import EXAMPLES, example
+from hub_server import TOKEN, running_hub
+
+import hf_falcon
+from hf_falcon.commands import generate
+from hf_falcon.commands.models import encode
+
+
+def test_every_example_of_the_documents_says_what_it_needs():
+    rows = re.findall(r"^\| `examples/(\S+)` \|", (EXAMPLES.parent / "docs" / "usage.md").read_text(), re.M)
+    assert {"generate.py", "pipeline.py", "chat.py", "serve.py", "push.py", "benchmark.sh"} < set(rows)
+    for name in rows:
+        text = (EXAMPLES / name).read_text()
+        program = "python" if name.endswith(".py") else "bash"
+        assert f"    {program} examples/{name}" in text, name
+        for word in ("Hardware: ", "Minutes: ", "Expected: "):
+            assert len(re.findall(rf"^(?:# )?{word}\w", text, re.M)) == 1, (name, word)
+
+
+def test_generate(models, monkeypatch, capsys):
+    script = example("generate")
+    target, tokenizer, _ = models(script)
+    monkeypatch.setattr("sys.argv", ["generate.py", "abc"])
+    script.main()
+    printed = capsys.readouterr().out.splitlines()
+    reply = generate.Reply(target, None, tokenizer, lambda text: None)
+    reply.run(encode(tokenizer, "abc", target.device), {"max_new_tokens": 128, "do_sample": False})
+    assert printed[0] == reply.text
+    assert printed[-1].startswith("128 tokens in ")
+
+
+def test_pipeline(workplace, monkeypatch, capsys):
+    script = example("pipeline")
+    monkeypatch.setattr(script, "converted_target", lambda: workplace / "chat")
+    monkeypatch.setattr(script, "shipped_drafter", lambda: str(workplace / "drafter"))
+    monkeypatch.setattr("sys.argv", ["pipeline.py", "abc"])
+    script.main()
+    first, second, same, _, text = capsys.readouterr().out.splitlines()
+    assert first.startswith("plain: ") and second.startswith("drafted: ") and text
+    assert same == "the same text: True"
+
+
+@pytest.mark.parametrize("rewrites", [False, True], ids=["cache is kept", "template rewrites replies"])
+def test_chat(models, monkeypatch, capsys, rewrites):
+    script = example("chat")
+    target, tokenizer, drafter = models(script)
+    monkeypatch.setattr(script, "load_target", lambda: (target, tokenizer))
+    if rewrites:
+        tokenizer.chat_template = tokenizer.chat_template.replace("{{ m.content }}", "{{ m.content[:9] }}")
+    # One of the tokens that a random target writes is special.
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, skip_special_tokens: decode(ids))
+    given, ask = [], target.generate
+
+    def spy(**kwargs):
+        held = 0 if kwargs["past_key_values"] is None else kwargs["past_key_values"].get_seq_length()
+        given.append((kwargs["input_ids"], held))
+        return ask(**{**kwargs, "max_new_tokens": 24})
+
+    monkeypatch.setattr(target, "generate", spy)
+    monkeypatch.setattr("sys.argv", ["chat.py", "abc", "def", "ghi"])
+    script.main()
+    printed = capsys.readouterr().out.split("\n\n")
+    monkeypatch.setattr(target, "generate", ask)
+    assert len(given) == 3 and given[0][1] == 0
+    for turn, (ids, held) in enumerate(given):
+        # All but the last token of the turn before it, and the whole conversation where that does not serve.
+        assert turn == 0 or held == (0 if rewrites else given[turn - 1][0].shape[1] + 23)
+        plain = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24)
+        plain = plain[0, ids.shape[1] :]
+        assert printed[turn].splitlines()[1] == decode(plain)
+
+
+@pytest.mark.slow
+def test_push(workplace, tmp_path):
+    with running_hub() as hub:
+        environment = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path)}
+        environment |= {"PYTHONPATH": str(Path(hf_falcon.__file__).parents[1]), "HF_HUB_DISABLE_XET": "1"}
+        result = subprocess.run(
+            [sys.executable, EXAMPLES / "push.py", workplace / "drafter", "tester/mine"],
+            env={**os.environ, **environment},
+            capture_output=True,
+            text=True,
+        )
+    assert result.returncode == 0, result.stderr[-4000:]
+    address, last = result.stdout.splitlines()
+    assert address.startswith(f"{hub.endpoint}/tester/mine/commit/") and last == "loaded from the Hub"
+    assert hub.repositories["tester/mine"].private and "decoding.py" in hub.repositories["tester/mine"].files()

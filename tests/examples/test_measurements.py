@@ -1,0 +1,240 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""The examples that measure or compare, on a tiny target."""
+
+import contextlib
+import copy
+import io
+import json
+
+import pytest
+import torch
+from example_scripts import example, run_example
+from safetensors.torch import load_file
+from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
+
+from hf_falcon import DraftTree, StaticTree
+from hf_falcon.bench.decision import DecisionModel
+from hf_falcon.bench.metrics import first_difference
+from hf_falcon.commands import main as entry
+
+
+def test_compare_recipes(workplace, tmp_path, monkeypatch, capsys):
+    script = example("compare_recipes")
+    names = ["A: the same, distillation weight 1", script.STARTED, script.AVERAGED]
+    monkeypatch.setattr(script, "RECIPES", {name: script.RECIPES[name] for name in names})
+    small = "--draft_vocab_size 40 --eval_samples 4 --target_dtype float32 --learning_rate 1e-2 --use_cpu"
+    monkeypatch.setattr(script, "TRAINING", f"{script.TRAINING} {small} --bf16 false")
+    monkeypatch.setattr(script, "SPACING", 2)
+    commands = []
+
+    def run(*words):
+        commands.append(words[0])
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            assert entry.main(list(words)) == 0
+        return printed.getvalue()
+
+    monkeypatch.setattr(script, "run", run)
+    words = ["--data", workplace / "tokens.safetensors", "--prompts", workplace / "prompts.jsonl", "--target"]
+    words += [workplace / "target", "--output_dir", tmp_path, "--max_steps", "6", "--max_new_tokens", "8"]
+    monkeypatch.setattr("sys.argv", ["compare_recipes.py", *map(str, words)])
+    script.main()
+    table = capsys.readouterr().out.splitlines()
+    assert [line.split(" | ")[0] for line in table[2:]] == [f"| {name}" for name in names]
+    assert commands.count("train") == 4 and commands.count("evaluate") == 6
+
+    # Layers of the target, but the other weights of any new drafter.
+    new, started = (load_file(tmp_path / "01" / name / "model.safetensors") for name in ("new", "started"))
+    theirs = tiny_target("llama").get_decoder().layers.state_dict()
+    for name, weights in started.items():
+        layer = theirs.get(name.removeprefix("layers."))
+        assert torch.equal(weights, new[name] if layer is None else layer), name
+    assert len(theirs) == sum(name.startswith("layers.") for name in started)
+
+    # The same training as that of A, and of its weights the average.
+    assert torch.equal(*(load_file(tmp_path / n / "model.safetensors")["norm.weight"] for n in ("00", "02")))
+    taken = [load_file(tmp_path / "02" / f"checkpoint-{step}" / "model.safetensors") for step in (2, 4, 6)]
+    averaged = load_file(tmp_path / "02" / "averaged" / "model.safetensors")
+    for name in ("norm.weight", "fusion.linear.weight"):
+        first, second, last = (weights[name] for weights in taken)
+        torch.testing.assert_close(averaged[name], 0.64 * first + 0.16 * second + 0.2 * last)
+    assert torch.equal(averaged["draft_vocab_ids"], taken[0]["draft_vocab_ids"])
+
+    # Nothing is done twice.
+    commands.clear()
+    script.main()
+    assert capsys.readouterr().out.splitlines() == table and commands == []
+
+
+def test_choices_are_those_of_drafting_token_by_token():
+    script = example("confidence_heads")
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target, block_size=1, num_lstm_layers=0)
+    tokens, prompt_length = prompt(14), 5
+    known, right = script.first_choices(drafter, target, tokens, prompt_length)
+    # The first token that a prediction before the response's last can be read for is the response's first.
+    places = range(prompt_length - 2, 12)
+    known, right = (found.unflatten(0, (script.PASSES, len(places))) for found in (known, right))
+    assert known[:, :, 4].tolist() == [[number] * len(places) for number in (1, 2, 3)]
+
+    with torch.no_grad():
+        features = target.model(tokens).last_hidden_state
+        embeds = target.get_input_embeddings()(tokens[:, 1:])
+        for column, place in enumerate(places):
+            wanted = target.lm_head(features[0, place + 1]).argmax()
+            for number in range(1, min(script.PASSES, place + 1) + 1):
+                given = features[:, : place - number + 2]
+                for _ in range(number):
+                    blocks = torch.arange(given.shape[1])[None]
+                    predicted = drafter(given, embeds[:, : given.shape[1]], blocks)[:, -1:]
+                    given = torch.cat((given, predicted), dim=1)
+                scores = target.lm_head(predicted[0, 0]).log_softmax(dim=-1)
+                best = scores.topk(2)
+                found = known[number - 1, column]
+                torch.testing.assert_close(found[5:], predicted[0, 0], rtol=1e-4, atol=1e-5)
+                torch.testing.assert_close(found[:2], best.values, rtol=1e-4, atol=1e-4)
+                torch.testing.assert_close(found[2], torch.distributions.Categorical(logits=scores).entropy())
+                torch.testing.assert_close(found[3], best.values[0].exp().logit(), rtol=1e-3, atol=1e-3)
+                assert right[number - 1, column] == (best.indices[0] == wanted)
+
+
+@pytest.fixture
+def parting_assisted(monkeypatch):
+    """Assisted decoding that prefers other tokens than plain decoding does; returns what both say of a prompt."""
+    target = tiny_target("llama")
+    generate = type(target).generate
+
+    def other(self, *args, **kwargs):
+        bias = {"sequence_bias": {(5,): 1.0}} if "assistant_model" in kwargs else {}
+        return generate(self, *args, **kwargs, **bias)
+
+    monkeypatch.setattr(type(target), "generate", other)
+
+    def texts(ids):
+        kwargs = {"max_new_tokens": 12, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+        both = (generate(target, ids, **kwargs), generate(target, ids, **kwargs, sequence_bias={(5,): 1.0}))
+        return [each[0, ids.shape[1] :].tolist() for each in both]
+
+    return texts
+
+
+def divergence_words(workplace, folder):
+    tiny_drafter(tiny_target("llama")).save_pretrained(folder)
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in TEXTS))
+    words = ["--data", folder / "prompts.jsonl", "--target", workplace / "target", "--drafter", folder]
+    return [*map(str, words), "--dtype", "float32", "--max_new_tokens", "12"]
+
+
+TEXTS = ("abcdef", "Why", "1,2,3,4,5", "no", "xyz")
+
+
+def test_divergence_in_float32_is_none(workplace, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["divergence.py", *divergence_words(workplace, tmp_path), "--batch_size", "3"])
+    example("divergence").main()
+    printed = capsys.readouterr().out
+    assert "| plain decoding in a batch | 0/5 | - | - | - |" in printed
+    assert "| assisted decoding | 0/5 | - | - | - |" in printed
+    assert "Near-ties of assisted decoding: 0. Outputs that diverge at one of them: 0/0." in printed
+
+
+def test_divergence_and_evaluate_say_where_texts_part(workplace, tmp_path, monkeypatch, capsys, parting_assisted):
+    words = divergence_words(workplace, tmp_path)
+    monkeypatch.setattr("sys.argv", ["divergence.py", *words])
+    example("divergence").main()
+    printed = capsys.readouterr().out
+    expected = []
+    for number, text in enumerate(TEXTS):
+        ids = tiny_tokenizer()(text, return_tensors="pt").input_ids
+        tokens, others = parting_assisted(ids)
+        place = first_difference(tokens, others)
+        if place is not None:
+            with torch.no_grad():
+                logits = tiny_target("llama")(torch.cat((ids, torch.tensor([tokens[:place]]).long()), 1)).logits[0, -1]
+            gap = float(logits[tokens[place]] - logits[others[place]])
+            expected.append({"prompt": number, "token": place, "gap": pytest.approx(gap, abs=1e-4)})
+    assert 0 < len(expected) < len(TEXTS)
+    assert f"| assisted decoding | {len(expected)}/5 |" in printed
+    assert "| plain decoding in a batch | 0/5 |" in printed
+
+    # In float32 that is a failure.
+    assert entry.main(["evaluate", *words, "--check", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)["data"]["prompts"]
+    assert found["divergences"] == expected
+    assert found["identical"] == len(TEXTS) - len(expected)
+    assert entry.main(["evaluate", *words, "--check"]) == 1
+    first = expected[0]
+    line = f"prompts, prompt {first['prompt']}: diverges from plain decoding at token {first['token']}, logit gap "
+    printed = capsys.readouterr().out
+    assert line in printed and "Rounding" not in printed
+
+    # Also where the machine chose float32; and no failure elsewhere.
+    monkeypatch.setattr("hf_falcon.commands.models.fastest_dtype", lambda device: torch.float32)
+    assert entry.main(["evaluate", *words, "--check", "--dtype", "auto"]) == 1
+    capsys.readouterr()
+    assert entry.main(["evaluate", *words, "--check", "--dtype", "bfloat16"]) == 0
+    assert "In float32 no output may diverge." in capsys.readouterr().out
+
+
+def test_confidence_heads(workplace, tmp_path, monkeypatch, capsys):
+    script = example("confidence_heads")
+    tiny_drafter(tiny_target("llama"), block_size=1, num_lstm_layers=0).save_pretrained(tmp_path)
+    words = ["--data", workplace / "tokens.safetensors", "--target", workplace / "target", "--drafter", tmp_path]
+    monkeypatch.setattr("sys.argv", ["confidence_heads.py", *map(str, words), "--held_out", "20"])
+    script.main()
+    table = [line.split(" | ") for line in capsys.readouterr().out.splitlines()[4:]]
+    assert [name.removeprefix("| ") for name, *_ in table] == ["own probability, as it is", *script.JUDGES]
+    assert all(float(loss) > 0 and 0 <= float(auc.removesuffix(" |")) <= 1 for _, loss, auc in table)
+    monkeypatch.setattr("sys.argv", ["confidence_heads.py", *map(str, words), "--held_out", "1000"])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "`--held_out` is 1000" in capsys.readouterr().err
+
+
+def test_a_judge_learns_what_can_be_learnt():
+    script = example("confidence_heads")
+    generator = torch.Generator().manual_seed(0)
+    known = torch.randn(4000, 3, generator=generator)
+    chances = (2 * known[:, 1] - 1).sigmoid()
+    right = torch.bernoulli(chances, generator=generator)
+    logits = script.fit(known[:2000], right[:2000])(known[2000:])
+    torch.testing.assert_close(logits.sigmoid(), chances[2000:], rtol=0, atol=0.1)
+    pairs = logits[right[2000:] > 0][:, None] > logits[right[2000:] == 0]
+    assert script.auc(logits, right[2000:]) == pytest.approx(pairs.double().mean().item())
+
+
+def test_decision_model(workplace, tmp_path, monkeypatch, capsys):
+    script = example("decision_model")
+    tiny_drafter(tiny_target("llama"), block_size=1, num_lstm_layers=0).save_pretrained(tmp_path)
+    words = ["--data", workplace / "tokens.safetensors", "--target", workplace / "target", "--drafter", tmp_path]
+    words += ["--prompts", "4", "--new_tokens", "20", "--output", tmp_path / "decision.json"]
+    monkeypatch.setattr("sys.argv", ["decision_model.py", *map(str, words)])
+    script.main()
+    printed = capsys.readouterr().out.splitlines()
+    # At 20 less the depth of a tree places of each answer, and all passes but the first.
+    assert printed[0].startswith(f"{4 * (20 - 4) * 3:,} passes")
+    assert [line.split(" | ")[0] for line in printed[4:]] == ["| probability of the paths", "| decision model"]
+    assert DecisionModel.load(tmp_path / "decision.json").bias != 0
+
+
+def test_depth_of_the_right_path():
+    script = example("decision_model")
+    tree = StaticTree([[0], [1], [1, 0], [1, 1]])
+    made = DraftTree(torch.tensor([5, 6, 7, 8, 9]), tree.parents, tree.depths, tree.visible)
+    for text, depth in {(6,): 1, (7, 9, 1): 2, (9,): 0, (5, 6): 0, (7, 8): 2, (6, 8): 1, (): 0}.items():
+        assert script.right_depth(made, list(text)) == depth
+
+
+def test_long_context(workplace, tmp_path, monkeypatch, capsys):
+    words = ["--lengths", "20", "60", "--turns", "2", "--nodes", "4", "--passes", "2"]
+    heading, *rows = run_example("long_context", workplace, tmp_path, monkeypatch, capsys, *words)
+    assert heading[:4] == ["context", "plain", "round", "round/plain"] and [row[0] for row in rows] == ["20", "60"]
+    assert all(float(number) > 0 for row in rows for number in row[1:8])
+
+
+def test_oracle_bound(workplace, tmp_path, monkeypatch, capsys):
+    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer.save_pretrained(workplace / "target")
+    words = ["--turns", "1", "--rounds", "3", "--nodes", "8", "--passes", "2"]
+    _, *rows = run_example("oracle_bound", workplace, tmp_path, monkeypatch, capsys, *words)
+    # Two passes of two tokens, and the target's own.
+    assert len(rows) == 3 and all(row[8:12] == ["5.00", "of", "5", "tokens"] for row in rows)

@@ -1,0 +1,233 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+What becomes of each decoder of the installed transformers with a drafter; `python tests/support/compatibility.py`
+writes tests/COMPATIBILITY.md.
+"""
+
+import argparse
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+import transformers
+from oracle import use_batch_oracle, use_oracle
+from shrunken import VOCAB, tiny_model
+from tiny_models import SAME_EVERY_ROUND
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+from transformers.utils import logging as transformers_logging
+
+from hf_falcon import FalconDraftConfig, FalconDraftModel
+
+TABLE = Path(__file__).parents[1] / "COMPATIBILITY.md"
+DECODERS = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+MULTIMODAL = {
+    model_type: name if isinstance(name, str) else name[0]
+    for model_type, name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()
+    if model_type not in DECODERS
+}
+TREES, PLAIN, REFUSED, UNTRIED = "trees", "plain", "refused", "not tried"
+_PROMPT_LENGTH, _NEW_TOKENS = 11, 24
+
+
+class Row(NamedTuple):
+    """What was seen of one model type."""
+
+    model_type: str
+    class_name: str
+    result: str
+    remark: str = ""
+
+
+class WrongTextError(AssertionError):
+    """The one thing that must not be: other tokens or logits than plain decoding's."""
+
+
+def classify(model_type: str) -> Row:
+    """
+    Generates with a tiny random model of a type, plainly and with a drafter of which most tokens are right, and
+    compares them.
+
+    Raises:
+        `WrongTextError`: where they differ, or where no tree was used and nothing says why.
+    """
+    auto_class = AutoModelForCausalLM if model_type in DECODERS else AutoModelForImageTextToText
+    name = {**MULTIMODAL, **DECODERS}[model_type]
+    try:
+        model, ids = _model_and_prompt(model_type, auto_class)
+    # Whatever keeps transformers from it is the finding.
+    except Exception as error:
+        return Row(model_type, name, UNTRIED, _first_line(error))
+    return Row(model_type, name, *_compare(model, ids))
+
+
+def _model_and_prompt(model_type: str, auto_class: type) -> tuple[PreTrainedModel, torch.Tensor]:
+    """A model, and a prompt after which plain decoding does not write the same token over and over."""
+    model = tiny_model(model_type, auto_class)
+    for seed in range(6):
+        ids = torch.randint(3, VOCAB, (1, _PROMPT_LENGTH), generator=torch.Generator().manual_seed(seed))
+        output = _generate(model, ids)
+        if not all(logits.isfinite().all() for logits in output.logits):
+            raise ArithmeticError("plain `generate` gives logits that are not finite")
+        if len(set(output.sequences[0, _PROMPT_LENGTH:].tolist())) > 4:
+            return model, ids
+        torch.manual_seed(seed)
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                torch.nn.init.normal_(parameter, std=0.3)
+    raise ArithmeticError("plain `generate` repeats a few tokens, with any weights tried")
+
+
+def _compare(model: PreTrainedModel, ids: torch.Tensor) -> tuple[str, str]:
+    """Result and remark, of a greedy text and of a sample after a padded prompt."""
+    config = FalconDraftConfig.from_target(model, block_size=2, num_hidden_layers=1, num_lstm_layers=0)
+    drafter = FalconDraftModel(config).eval()
+    for option, value in {**SAME_EVERY_ROUND, "assistant_confidence_threshold": 0.0}.items():
+        setattr(drafter.generation_config, option, value)
+    padded = torch.nn.functional.pad(ids, (3, 0))
+    found = set()
+    for prompt, do_sample in ((ids, False), (padded, True)):
+        expected = _generate(model, prompt, do_sample=do_sample)
+        with pytest.MonkeyPatch.context() as patch, _warnings() as warnings:
+            use_oracle(patch, expected.sequences, accuracy=0.8, scattered=True)
+            try:
+                output = _generate(model, prompt, do_sample=do_sample, assistant_model=drafter)
+            except ValueError as error:
+                return REFUSED, _first_line(error)
+        if output.sequences.tolist() != expected.sequences.tolist():
+            raise WrongTextError(f"{expected.sequences.tolist()} became {output.sequences.tolist()}")
+        for ours, theirs in zip(output.logits, expected.logits):
+            torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+        statistics = getattr(output, "draft_statistics", None)
+        if statistics is None:
+            if not warnings:
+                raise WrongTextError("plain decoding ran, and no warning says why")
+            found.add((PLAIN, warnings[0].split("plain decoding runs: ")[1].rstrip(".")))
+        elif not statistics.accepted_tokens:
+            raise WrongTextError("no draft token was accepted, of which most are right")
+        else:
+            found.add((TREES, ""))
+    _compare_batch(model, ids, drafter)
+    (result,) = found
+    return result
+
+
+def _compare_batch(model: PreTrainedModel, ids: torch.Tensor, drafter: FalconDraftModel) -> None:
+    """
+    Two rows, one of them padded.
+
+    Raises:
+        `WrongTextError`: where a row's text is another than without a drafter.
+    """
+    rows = torch.cat((torch.nn.functional.pad(ids, (3, 0)), torch.cat((ids[:, 3:], ids.flip(1)[:, :6]), dim=1)))
+    expected = _generate(model, rows, output_logits=False).sequences
+    with pytest.MonkeyPatch.context() as patch:
+        use_batch_oracle(patch, expected, (3, 0), (0.8, 0.5))
+        output = _generate(model, rows, assistant_model=drafter, output_logits=False).sequences
+    if output.tolist() != expected.tolist():
+        raise WrongTextError(f"of a batch, {expected.tolist()} became {output.tolist()}")
+
+
+def _generate(model: PreTrainedModel, ids: torch.Tensor, do_sample: bool = False, **kwargs: object):
+    torch.manual_seed(0)
+    return model.generate(
+        ids,
+        attention_mask=(ids != 0).long(),
+        max_new_tokens=_NEW_TOKENS,
+        do_sample=do_sample,
+        temperature=0.8 if do_sample else None,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        **{"output_logits": True, **kwargs},
+    )
+
+
+@contextmanager
+def _warnings() -> Iterator[list[str]]:
+    """What the decoding loop warns of inside, even if it did so before."""
+    given: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: given.append(record.getMessage())  # type: ignore[method-assign]
+    transformers_logging.warning_once.cache_clear()
+    logger = logging.getLogger("hf_falcon.core.decoding")
+    logger.addHandler(handler)
+    try:
+        yield given
+    finally:
+        logger.removeHandler(handler)
+
+
+def _first_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    # A validator's name says nothing; a field's does.
+    text = lines[1] if lines[0].startswith("Class validation error") else " ".join(lines[: 1 + lines[0].endswith(":")])
+    return text if len(text) < 160 else f"{text[:157]}..."
+
+
+_INTRODUCTION = """# Compatibility
+
+What becomes of `target.generate(..., assistant_model=drafter)` for each decoder of transformers {version}, tried with
+tiny random weights in float32; `make compatibility` writes this page.
+
+- **trees**: drafted, and tokens and logits are those of plain `generate`
+- **plain**: plain decoding runs, with a warning that says why
+- **refused**: an error says why, before anything is generated
+- **not tried**: transformers could not make or run a small one of it without further packages or inputs
+
+| result | {columns} |
+| --- |{rules}
+{counts}
+"""
+
+
+def table(rows: Iterable[Row]) -> str:
+    """The page, as Markdown."""
+    rows = list(rows)
+    parts = {
+        "decoders": [row for row in rows if row.model_type in DECODERS],
+        "with images, text alone": [row for row in rows if row.model_type in MULTIMODAL],
+    }
+    counts = {title: Counter(row.result for row in part) for title, part in parts.items()}
+    text = _INTRODUCTION.format(
+        version=transformers.__version__,
+        columns=" | ".join(parts),
+        rules=" --- |" * len(parts),
+        counts="\n".join(
+            f"| {result} | " + " | ".join(str(count[result]) for count in counts.values()) + " |"
+            for result in (TREES, PLAIN, REFUSED, UNTRIED)
+        ),
+    )
+    for title, part in parts.items():
+        text += (
+            f"\n## {title[0].upper()}{title[1:]}\n\n| model type | class | result | why |\n| --- | --- | --- | --- |\n"
+        )
+        for row in part:
+            remark = row.remark.replace("|", "\\|")
+            text += f"| {row.model_type} | {row.class_name} | {row.result} | {remark} |\n"
+    return text
+
+
+def main() -> None:
+    """Classifies all of them, or the model types that are given, and writes the page, or prints what was found."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("model_types", nargs="*", help="only these; nothing is written")
+    names = parser.parse_args().model_types
+    transformers_logging.set_verbosity_error()
+    if names:
+        for name in names:
+            print(*classify(name), sep="\t", flush=True)
+        return
+    TABLE.write_text(table(map(classify, (*DECODERS, *MULTIMODAL))), encoding="utf-8")
+    print(f"Written: {TABLE}")
+
+
+if __name__ == "__main__":
+    main()

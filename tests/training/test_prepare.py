@@ -1,0 +1,450 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""`hf-falcon prepare`: the responses that it writes, and a run that survives being killed."""
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+
+import dialogues_to_prepare
+import psutil
+import pytest
+import torch
+from dialogues_to_prepare import EOS, PAD, TEMPLATE, dialogues, make_target, write_data
+from safetensors.torch import load
+from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from hf_falcon.commands import prepare as command
+from hf_falcon.commands.models import encode
+from hf_falcon.training import prepare as prepare_module
+from hf_falcon.training import token_file as token_file_module
+from hf_falcon.training.prepare import PrepareArguments, prepare
+from hf_falcon.training.token_file import TokenFile
+from hf_falcon.training.trainer import DraftSamples, collate
+
+
+@pytest.fixture(scope="module")
+def target():
+    return make_target()
+
+
+@pytest.fixture
+def arguments(tmp_path):
+    def make(**options):
+        data = options.pop("data", None) or write_data(tmp_path / "data.jsonl", dialogues())
+        defaults = {"max_new_tokens": 6, "batch_size": 4, "max_prompt_tokens": 20, "output": str(tmp_path / "out")}
+        return PrepareArguments(data=data, **{**defaults, **options})
+
+    return make
+
+
+def test_preparing_from_a_data_set(arguments, target, unbroken, tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "set").mkdir()
+    rows = [{"messages": messages} for messages in dialogues()]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "set" / "train_sft.parquet")
+    file = prepare(arguments(data=str(tmp_path / "set"), split="train"), *target)
+    assert file.metadata["data"] == "set"
+    assert file.tokens.tolist() == load(unbroken)["tokens"].tolist()
+
+
+def test_responses_are_those_of_plain_generate(arguments, target):
+    model, tokenizer = target
+    prepare(arguments(temperatures=[0.0]), model, tokenizer)
+    file = TokenFile.load(arguments().output)
+    endings = set()
+    for index, messages in enumerate(dialogues()):
+        token_ids, prompt_length = file.sample(index)
+        prompt = tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_tensors="pt")[
+            "input_ids"
+        ]
+        plain = model.generate(prompt, max_new_tokens=6, do_sample=False)[0]
+        assert prompt_length == prompt.shape[1]
+        assert token_ids.tolist() == plain.tolist()
+        assert PAD not in token_ids and (token_ids[prompt_length:] == EOS).sum() == (token_ids[-1] == EOS)
+        endings.add(bool(token_ids[-1] == EOS))
+    # Both ends of the rule were seen: stopped by EOS, and by the budget.
+    assert endings == {True, False}
+    assert file.metadata["plan"]["seed"] == 0 and file.metadata["target_fingerprint"]
+
+
+def test_temperature_is_shared_by_a_batch_and_seeds_matter(arguments, target, tmp_path):
+    first = prepare(arguments(), *target)
+    # 14 dialogues are 4 batches of 4 or less, at 0, 0.7, 0, 1; which one has 2 is drawn.
+    counts = [(first.temperatures == torch.tensor(value)).sum().item() for value in (0.0, 0.7, 1.0)]
+    assert counts in ([8, 4, 2], [8, 2, 4], [6, 4, 4])
+    other = prepare(arguments(seed=1, output=str(tmp_path / "other")), *target)
+    assert first.tokens.tolist() != other.tokens.tolist()
+    state = torch.get_rng_state()
+    again = prepare(arguments(output=str(tmp_path / "again")), *target)
+    assert torch.equal(first.tokens, again.tokens) and torch.equal(state, torch.get_rng_state())
+
+
+@pytest.fixture(scope="module")
+def unbroken(target, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unbroken")
+    options = {"max_new_tokens": 6, "batch_size": 4, "max_prompt_tokens": 20, "output": str(folder / "out")}
+    prepare(PrepareArguments(data=write_data(folder / "data.jsonl", dialogues()), **options), *target)
+    return (folder / "out").read_bytes()
+
+
+class Killed(BaseException):
+    pass
+
+
+def kill_at(monkeypatch, owner, name, call, after=False):
+    """Makes the given call (from 0) of `owner.name` raise, before or after its work, like a kill there."""
+    original, calls = getattr(owner, name), [0]
+
+    def wrapped(*args, **kwargs):
+        calls[0] += 1
+        if calls[0] - 1 == call and not after:
+            raise Killed
+        result = original(*args, **kwargs)
+        if calls[0] - 1 == call:
+            raise Killed
+        return result
+
+    monkeypatch.setattr(owner, name, wrapped)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call", "after", "batches_left"),
+    [
+        (prepare_module, "_respond", 0, False, 4),
+        (prepare_module, "_respond", 2, True, 2),
+        # Calls of `os.replace`: the plan, four batches, the output.
+        (token_file_module.os, "replace", 0, False, 4),
+        (token_file_module.os, "replace", 2, False, 3),
+        (token_file_module.os, "replace", 2, True, 2),
+        (token_file_module.os, "replace", 5, False, 0),
+        (token_file_module.os, "replace", 5, True, 0),
+    ],
+)
+def test_killed_run_continues_to_the_same_bytes(
+    arguments, target, unbroken, tmp_path, monkeypatch, owner, name, call, after, batches_left
+):
+    broken = arguments()
+    with monkeypatch.context() as patch:
+        kill_at(patch, owner, name, call, after)
+        with pytest.raises(Killed):
+            prepare(broken, *target)
+    assert Path(f"{broken.output}.parts").exists()
+
+    # Another process begins with another random state.
+    torch.manual_seed(99)
+    generated = []
+    respond = prepare_module._respond
+    monkeypatch.setattr(prepare_module, "_respond", lambda *args: generated.append(1) or respond(*args))
+    prepare(broken, *target)
+    assert len(generated) == batches_left
+    assert Path(broken.output).read_bytes() == unbroken
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "out"]
+
+
+def test_continuing_with_other_arguments_is_refused(arguments, target, monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        kill_at(patch, prepare_module, "_respond", 2)
+        with pytest.raises(Killed):
+            prepare(arguments(), *target)
+    with pytest.raises(ValueError, match="`max_new_tokens` was 6, now 5; `seed` was 0, now 5.*delete"):
+        prepare(arguments(max_new_tokens=5, seed=5), *target)
+    other_data = write_data(tmp_path / "other.jsonl", dialogues()[::-1])
+    with pytest.raises(ValueError, match="`dialogues_sha256` was"):
+        prepare(arguments(data=other_data), *target)
+    other_model, tokenizer = make_target()
+    torch.nn.init.ones_(other_model.model.embed_tokens.weight)
+    with pytest.raises(ValueError, match="`target_fingerprint` was"):
+        prepare(arguments(), other_model, tokenizer)
+    prepare(arguments(), *target)
+    with pytest.raises(ValueError, match="`limit` was None, now 3.*another `output`"):
+        prepare(arguments(limit=3), *target)
+    # A finished run repeated changes nothing.
+    before = os.stat(arguments().output).st_mtime_ns
+    assert len(prepare(arguments(), *target)) == 14
+    assert os.stat(arguments().output).st_mtime_ns == before
+
+
+def test_dialogues_that_are_dropped(arguments, target, tmp_path, caplog):
+    def user(text):
+        return {"role": "user", "content": text}
+
+    records = [
+        [user("w0 W1, w2 w3! w4 w5 w6 w7 w8")],  # Eight words in a row of the first evaluation turn.
+        [user("w0 w1 w2 w3 w4 w5 w6 w9")],  # Seven.
+        [user("w1 " * 30)],  # Too long.
+        [user("w5 w6")],
+        [{"role": "system", "content": "w7"}, user("w5 w6")],  # Not a duplicate: it has a system prompt.
+        [user("w5 w6"), {"role": "assistant", "content": "w1"}],  # A duplicate.
+        [{"role": "assistant", "content": "w1"}],
+        [],
+    ]
+    excluded = tmp_path / "evaluation.jsonl"
+    excluded.write_text(json.dumps({"turns": ["w12 w0 w1 w2 w3 w4 w5 w6 w7", "short"]}) + "\n")
+    data = write_data(tmp_path / "records.jsonl", records)
+    with caplog.at_level(logging.WARNING):
+        file = prepare(arguments(data=data, exclude=[str(excluded)]), *target)
+    assert file.metadata["dropped"] == {"duplicate": 1, "excluded": 1, "no_turn": 2, "prompt_too_long": 1}
+    assert "1 that share 8 words in a row" in caplog.text
+    tokenizer = target[1]
+    prompts = [tokenizer.decode(ids[:length]) for ids, length in map(file.sample, range(len(file)))]
+    assert prompts == [
+        "<|user|> w0 w1 w2 w3 w4 w5 w6 w9 </s> <|assistant|>",
+        "<|user|> w5 w6 </s> <|assistant|>",
+        "<|system|> w7 </s> <|user|> w5 w6 </s> <|assistant|>",
+    ]
+    excluded.write_text("{}")
+    with pytest.raises(ValueError, match="line 1 is not a JSON object with `turns`"):
+        prepare(arguments(data=data, exclude=[str(excluded)]), *target)
+
+
+def test_responses_of_the_data(arguments, target):
+    file = prepare(arguments(responses="data", limit=5, max_new_tokens=3), *target)
+    assert len(file) == 5 and set(file.temperatures.tolist()) == {-1.0}
+    for index in range(5):
+        token_ids, prompt_length = file.sample(index)
+        assert target[1].decode(token_ids[prompt_length:]) == "w1 w2 w3"
+    whole = prepare(arguments(responses="data", limit=5, output=arguments().output + "2"), *target)
+    token_ids, prompt_length = whole.sample(0)
+    assert token_ids[prompt_length:].tolist() == target[1].convert_tokens_to_ids(["w1", "w2", "w3", "</s>"])
+
+
+# None of them marks what it generates.
+TEMPLATES = {
+    "plain": "{% for m in messages %}{{ m.role }}:{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}",
+    "strips": "{% for m in messages %}{{ m.role }}:{{ m.content | trim }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}",
+    "ends with more than EOS": "{% for m in messages %}{{ m.role }}:{{ m.content }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}",
+    "writes a prompt of its own": "{% for m in messages %}{{ m.role }}:{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}assistant:(thinks){% endif %}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_loss_counts_the_response_alone(arguments, target, tmp_path, name):
+    """Of a dialogue of several turns: the first response up to EOS, whatever the template does around it."""
+    characters = [chr(code) for code in range(32, 127)] + ["\n"]
+    vocabulary = {token: index for index, token in enumerate(["<unk>", "</s>", *characters])}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", unk_token="<unk>", chat_template=TEMPLATES[name]
+    )
+    first = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": " Sky? "},
+        {"role": "assistant", "content": " Blue. "},
+    ]
+    later = [{"role": "user", "content": "Sea?"}, {"role": "assistant", "content": "Green."}]
+    data = write_data(tmp_path / "turns.jsonl", [first + later])
+    file = prepare(
+        arguments(data=data, responses="data", max_new_tokens=40, max_prompt_tokens=80), target[0], tokenizer
+    )
+
+    batch = collate([DraftSamples(file, [0], max_length=128)[0]])
+    tokens = tokenizer.convert_ids_to_tokens(batch["token_ids"][0].tolist())
+    counted = "".join(token for token, counts in zip(tokens, batch["response"][0]) if counts)
+    assert counted == ("Blue.</s>" if name == "strips" else " Blue. </s>")
+    prompt = tokenizer.apply_chat_template(first[:2], add_generation_prompt=True, tokenize=False)
+    assert "".join(tokens) == prompt + counted
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        ({"batch_size": 0}, "`batch_size` is 0"),
+        ({"temperatures": []}, "`temperatures` is"),
+        ({"temperatures": [-0.5]}, "`temperatures` is"),
+        ({"responses": "none"}, "`responses` is 'none'"),
+        ({"max_prompt_tokens": 123}, "context of 128 tokens"),
+        ({"max_prompt_tokens": 1}, "No dialogue.*prompt_too_long"),
+    ],
+)
+def test_wrong_arguments(arguments, target, options, complaint):
+    with pytest.raises(ValueError, match=complaint):
+        prepare(arguments(**options), *target)
+
+
+def test_tokenizer_without_template(arguments, target, unbroken, tmp_path, caplog):
+    model, tokenizer = target[0], make_target()[1]
+    tokenizer.chat_template = None
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 0)])
+    with pytest.raises(ValueError, match="no chat template"):
+        prepare(arguments(responses="data"), model, tokenizer)
+    # What a base model reads: the text, with the special tokens that its tokenizer adds. So do the other commands.
+    file = prepare(arguments(output=str(tmp_path / "plain")), model, tokenizer)
+    assert "no chat template" in caplog.text
+    for index, messages in enumerate(dialogues()):
+        token_ids, prompt_length = file.sample(index)
+        prompt = encode(tokenizer, messages[0]["content"], torch.device("cpu"))["input_ids"][0].tolist()
+        assert token_ids[:prompt_length].tolist() == prompt and prompt[0] == 0
+    (tmp_path / "template.jinja").write_text(TEMPLATE)
+    prepare(arguments(chat_template=str(tmp_path / "template.jinja")), model, tokenizer)
+    assert Path(arguments().output).read_bytes() == unbroken
+
+
+def test_command(arguments, target, monkeypatch, capsys):
+    monkeypatch.setattr(command, "load_target", lambda name, dtype, device: target)
+    options = arguments()
+    argv = f"--data {options.data} --output {options.output} --limit 6 --batch-size 2 --temperatures 0 1".split()
+    argv += ["--max-new-tokens", "5", "--max_prompt_tokens", "20"]
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module, "_respond", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+        assert command.main(argv) == 130
+        assert "the same command continues" in capsys.readouterr().err
+    assert command.main(argv) == 0
+    assert "6 dialogues" in capsys.readouterr().out
+    assert set(TokenFile.load(options.output).temperatures.tolist()) == {0.0, 1.0}
+
+
+def test_a_missing_file_is_found_before_the_target_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "load_target", lambda *arguments: pytest.fail("loaded"))
+    with pytest.raises(FileNotFoundError, match="there is no such file"):
+        command.main(["--data", str(tmp_path / "none.jsonl"), "--output", str(tmp_path / "tokens.safetensors")])
+
+
+@pytest.mark.parametrize("processes", [2, 3, 7])
+def test_processes_share_the_batches(arguments, target, unbroken, monkeypatch, processes):
+    """Each process dies after its own share, but the main one, which comes last and assembles."""
+    generated = []
+    respond = prepare_module._respond
+    monkeypatch.setattr(prepare_module, "_respond", lambda *args: generated.append(args[2]) or respond(*args))
+    monkeypatch.setattr(prepare_module, "_PARENT", os.getppid())
+    for rank in reversed(range(processes)):
+        barriers = []
+
+        def wait_for_everyone(rank=rank, barriers=barriers):
+            barriers.append(1)
+            # The first comes before generation, the second after it.
+            if rank and len(barriers) == 2:
+                raise Killed
+
+        state = SimpleNamespace(
+            num_processes=processes,
+            process_index=rank,
+            is_main_process=rank == 0,
+            main_process_first=nullcontext,
+            wait_for_everyone=wait_for_everyone,
+        )
+        monkeypatch.setattr(prepare_module, "process_state", lambda state=state: state)
+        with pytest.raises(Killed) if rank else nullcontext():
+            prepare(arguments(), *target)
+    assert len(generated) == 4
+    assert Path(arguments().output).read_bytes() == unbroken
+
+
+def test_a_process_without_its_launcher_ends(arguments, target, monkeypatch):
+    state = SimpleNamespace(
+        num_processes=2,
+        process_index=0,
+        is_main_process=True,
+        main_process_first=nullcontext,
+        wait_for_everyone=lambda: None,
+    )
+    monkeypatch.setattr(prepare_module, "process_state", lambda: state)
+    monkeypatch.setattr(prepare_module, "_PARENT", -1)
+    with pytest.raises(ChildProcessError, match="launcher"):
+        prepare(arguments(), *target)
+
+
+def start(command, **environment):
+    """The command in a session of its own, with the package and these tests on its path."""
+    paths = [str(Path(dialogues_to_prepare.__file__).parent), str(Path(prepare_module.__file__).parents[2])]
+    return subprocess.Popen(
+        [sys.executable, *command],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), **environment},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def wait_for_parts(process, parts, number):
+    while len(list(parts.glob("batch-*.safetensors"))) < number:
+        assert process.poll() is None, "the run ended before it could be killed"
+        time.sleep(0.001)
+
+
+@pytest.mark.slow
+def test_kill_9(arguments, target, tmp_path):
+    whole = arguments(output=str(tmp_path / "whole"), batch_size=1)
+    prepare(whole, *target)
+    script = (
+        "import sys, dialogues_to_prepare as t; from hf_falcon.training.prepare import PrepareArguments, prepare; "
+        "prepare(PrepareArguments(data=sys.argv[1], output=sys.argv[2], max_new_tokens=6, batch_size=1, "
+        "max_prompt_tokens=20), *t.make_target())"
+    )
+    output, parts = tmp_path / "out", tmp_path / "out.parts"
+    for number in (0, 1, 4, 9):
+        process = start(["-c", script, whole.data, str(output)])
+        try:
+            while not (parts / "plan.json").exists():
+                time.sleep(0.001)
+            wait_for_parts(process, parts, number)
+        finally:
+            process.kill()
+            process.wait()
+        assert not output.exists()
+    finished = len(list(parts.glob("batch-*.safetensors")))
+    assert 9 <= finished < 14
+    respond, generated = prepare_module._respond, []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prepare_module, "_respond", lambda *args: generated.append(1) or respond(*args))
+        prepare(arguments(batch_size=1), *target)
+    assert len(generated) == 14 - finished
+    assert output.read_bytes() == Path(whole.output).read_bytes()
+    assert not list(tmp_path.glob("out.*"))
+
+
+@pytest.mark.slow
+def test_kill_9_under_accelerate(arguments, target, tmp_path):
+    """A worker, the launcher and everybody are killed in turn; the last of four commands finishes the file."""
+    model, tokenizer = target
+    model.save_pretrained(tmp_path / "target")
+    tokenizer.save_pretrained(tmp_path / "target")
+    data = write_data(
+        tmp_path / "many.jsonl", [[{"role": "user", "content": f"w{i} w{j}"}] for i in range(24) for j in range(10)]
+    )
+    options = ["--data", data, "--target", str(tmp_path / "target"), "--dtype", "float32", "--batch_size", "2"]
+    options += ["--max_new_tokens", "40", "--max_prompt_tokens", "20"]
+    alone = start(["-m", "hf_falcon", "prepare", *options, "--output", str(tmp_path / "whole")])
+    assert alone.wait() == 0
+
+    output, parts = tmp_path / "out", tmp_path / "out.parts"
+    # With `--cpu`, only one process would start.
+    launch = ["-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
+    launch += ["-m", "hf_falcon", "prepare", *options, "--output", str(output)]
+    for number, kill in ((10, "worker"), (30, "launcher"), (50, "everybody")):
+        process = start(launch)
+        try:
+            wait_for_parts(process, parts, number)
+            workers = psutil.Process(process.pid).children()
+            assert len(workers) == 2
+            if kill == "worker":
+                workers[-1].kill()
+                assert process.wait() != 0
+            elif kill == "launcher":
+                process.kill()
+                # No wait for the workers, who find out by themselves: the next command may come at once.
+            else:
+                os.killpg(process.pid, signal.SIGKILL)
+        finally:
+            process.kill()
+            process.wait()
+        assert not output.exists()
+    finished = len(list(parts.glob("batch-*.safetensors")))
+    assert 50 <= finished < 120
+    assert start(launch).wait() == 0
+    assert output.read_bytes() == (tmp_path / "whole").read_bytes()
+    assert not list(tmp_path.glob("out.*"))
