@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """The hook passes the drafting options of a `generate` call on, and takes a drafter by its name."""
 
+import importlib.util
 import threading
 
 import pytest
@@ -197,6 +198,28 @@ def test_drafters_of_older_code_get_options_too(monkeypatch):
     assert found["verification"] == "speculative"
 
 
+@pytest.mark.parametrize("first", ["old", "new"])
+def test_an_older_copy_of_the_hook_gives_way(first, seen):
+    """Version 2 had no wrapper of `generate`. Drafters from the Hub may bring it, before or after this package."""
+    hf_falcon.disable()
+    stock = {name: getattr(GenerationMixin, name) for name in hook._WRAPPERS}
+    spec = importlib.util.spec_from_file_location("older_hook", hook.__file__)
+    older = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(older)
+    older._VERSION = 2
+    del older._WRAPPERS["generate"]
+    for install in (older.install, hf_falcon.enable) if first == "old" else (hf_falcon.enable, older.install):
+        install()
+    for name, function in stock.items():
+        wrapper = getattr(GenerationMixin, name)
+        assert wrapper._is_falcon_hook == 3 and wrapper.__wrapped__ is function
+    target = tiny_target("llama")
+    generate(target, assistant_model=tiny_drafter(target), draft_width=2)
+    assert seen[0][1].draft_width == 2
+    hf_falcon.disable()
+    assert {name: getattr(GenerationMixin, name) for name in hook._WRAPPERS} == stock
+
+
 # A drafter by name.
 
 
@@ -223,7 +246,7 @@ def test_drafter_by_name(kind, folder, monkeypatch):
         assert output.sequences.tolist() == expected
         assert output.draft_statistics.rounds > 0
     assert len(loaded) == 1
-    # A drafter that was saved anew is loaded anew.
+    # A drafter that was saved again is loaded again.
     tiny_drafter(target).save_pretrained(folder)
     generate(target, assistant_model=kind(folder))
     assert len(loaded) == 2
@@ -292,6 +315,7 @@ def test_names_with_a_substitute(monkeypatch):
     assert hook.is_user_defined(object()) is False
     assert hook.is_stateful(object()) is False
     assert hook.attention_implementation(object()) is None
+    assert hook.takes_static_cache(object()) is False
     hook.leave_past_recording(object())
     assert not hook.replace_sdpa(None, print)
     assert not hook.replace_sdpa(print, print)

@@ -499,10 +499,10 @@ def test_a_call_sets_options_of_drafting(monkeypatch):
     assert (found.assistant_confidence_threshold, found.prompt_lookup_num_tokens) == (0.9, 5)
     # What only the drafter says stays.
     assert found.draft_width == 2
-    # All of them in a configuration; transformers' defaults are as if left out.
+    # All of them in a configuration, also values that equal the defaults of transformers.
     given = GenerationConfig(draft_width=4, num_draft_passes=1, num_assistant_tokens=20, max_new_tokens=NEW_TOKENS)
     found = _options_used(monkeypatch, {"generation_config": given, "max_new_tokens": ...}, num_assistant_tokens=7)
-    assert (found.draft_width, found.num_draft_passes, found.num_assistant_tokens) == (4, 1, 7)
+    assert (found.draft_width, found.num_draft_passes, found.num_assistant_tokens) == (4, 1, 20)
 
 
 def test_embeddings_are_drafted_from_like_tokens(monkeypatch):

@@ -43,9 +43,10 @@ class _HelpFormatter(argparse.HelpFormatter):
 
 class CommandParser(HfArgumentParser):
     """
-    The parser of all commands. Differs from [`~transformers.HfArgumentParser`] in these ways: an argument of ours that
-    is false by default is a flag and takes no value; arguments that a dataclass inherits from transformers are listed
-    last; an error is one line, where argparse prints all arguments first.
+    The parser of all commands. Differs from [`~transformers.HfArgumentParser`] in these ways: an argument that is
+    false by default is a flag and takes no value, except beside Trainer's arguments, which may (`--bf16 true`);
+    arguments that a dataclass inherits from transformers are listed last; an error is one line, where argparse prints
+    all arguments first.
     """
 
     def __init__(self, dataclass_types: Any = None, **kwargs: Any) -> None:
@@ -54,6 +55,8 @@ class CommandParser(HfArgumentParser):
     # Private in transformers. If a release renames it, flags take an optional value and the help has one list.
     def _add_dataclass_arguments(self, dtype: Any) -> None:
         types = get_type_hints(dtype)
+        bases = {base for kind in self.dataclass_types for base in kind.__mro__}
+        has_flags = not any(base.__module__.startswith("transformers.") for base in bases)
         trainer: Any = None
         for field in dataclasses.fields(dtype):
             if not field.init:
@@ -64,7 +67,7 @@ class CommandParser(HfArgumentParser):
                 if trainer is None:
                     trainer = self.add_argument_group(_TRAINER)
                 self._parse_dataclass_field(self if field.name in _MOST_USED else trainer, field)
-            elif field.type is bool and field.default is False:
+            elif has_flags and field.type is bool and field.default is False:
                 names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
                 self.add_argument(*names, action="store_true", **field.metadata)
             else:
@@ -157,10 +160,6 @@ def _words_of_file(path: str, parser: CommandParser) -> list[str]:
         if value is None:
             if action.default is not None:
                 raise ValueError(f"{path}: `{name}` has no value: give one, or leave the line out.")
-        elif action.nargs == 0:
-            if not isinstance(value, bool):
-                raise ValueError(f"{path}: `{name}` is {value!r}: give true or false.")
-            words += [f"--{name}"] * value
         elif isinstance(value, list):
             if action.nargs != "+":
                 raise ValueError(f"{path}: `{name}` is {value!r}: give a single value.")

@@ -340,6 +340,14 @@ def is_stateful(model: PreTrainedModel) -> bool:
     return getattr(model, "_is_stateful", False)
 
 
+def takes_static_cache(model: PreTrainedModel) -> bool:
+    """
+    Whether a model's forward supports a static cache, which writes in place. If transformers has no such mark, no
+    model counts as supporting it, and `generate` uses the slower default cache.
+    """
+    return getattr(model, "_can_compile_fullgraph", False)
+
+
 def attention_implementation(config: PreTrainedConfig) -> str | None:
     """
     The attention function of a model, such as "sdpa". `None` if it is not set, and if transformers does not keep it

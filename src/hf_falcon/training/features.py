@@ -83,7 +83,7 @@ class StoredFeatures:
         elif json.loads(manifest.read_text()) != identity:
             raise ValueError(
                 f"`{folder}` holds features of {manifest.read_text()}, but this run needs {json.dumps(identity)}: "
-                "give another `features_dir`, or delete this one."
+                "give another folder, or delete this one."
             )
         missing = [s for s in range(len(self._shards)) if not self._path(s).exists()]
         self._check_room(missing, data, target.config.get_text_config().hidden_size)
