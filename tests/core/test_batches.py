@@ -299,7 +299,7 @@ def test_a_batch_goes_on_from_a_cache(assisted, warnings_given):
     assert not warnings_given()
     output, _ = assisted(target, inputs={"input_ids": ids, "attention_mask": mask}, past_key_values=own)
     assert output.tolist() == expected.tolist()
-    assert "goes on from a cache" in warnings_given()[0]
+    assert "continues from a cache" in warnings_given()[0]
 
 
 class Failing(BaseStreamer):

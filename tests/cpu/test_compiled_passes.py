@@ -61,7 +61,7 @@ def trees(target, drafter, news=(5, 1, 2, 3, 9, 1)):
         for new in news:
             generator.commit(features[:, end : end + new], text[:, end + 1 : end + new + 1])
             end += new
-            tree = generator.propose(text[0, end : end + 1], generator.max_depth)
+            tree = generator.propose(text[:, : end + 1], generator.max_depth)
             found.append((tree.token_ids.tolist(), tree.parents.tolist()))
     return found
 
