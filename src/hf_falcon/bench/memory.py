@@ -32,7 +32,7 @@ def drafter_bytes(drafter: FalconDraftModel, target: PreTrainedModel, context: i
     # An upper bound: all tokens but the first count as generated, since only the end of a long prompt is read.
     for new in (slice(0, 1), slice(1, -1), slice(-1, None)):
         generator.commit(features[:, new], token_ids[:, new])
-    tree = generator.propose(token_ids[0, -1:], generator.max_depth)
+    tree = generator.propose(token_ids, generator.max_depth)
     return _storage_bytes((generator, tree), besides=(target, features, token_ids))
 
 
