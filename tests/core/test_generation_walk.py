@@ -443,8 +443,9 @@ def test_refused(field, row):
         _generate(target, _settings(row), assistant_model=tiny_drafter(target))
 
 
-@pytest.mark.parametrize("name", ["use_model_defaults", "return_legacy_cache", "draft_width"])
+@pytest.mark.parametrize("name", ["use_model_defaults", "return_legacy_cache", "draft_widths"])
 def test_arguments_unknown_to_transformers(name):
+    """The options of drafting are arguments of `generate`, and no other name is."""
     target = tiny_target("llama")
     with pytest.raises(ValueError, match=name):
         _generate(target, {name: 3}, assistant_model=tiny_drafter(target))

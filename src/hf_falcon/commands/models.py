@@ -103,7 +103,7 @@ def load_target(
         )
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if name_or_path is None:
-        model.name_or_path = model.config._name_or_path = TARGET_NAME
+        model.name_or_path = model.config.name_or_path = TARGET_NAME
     return model.to(device).eval(), tokenizer
 
 

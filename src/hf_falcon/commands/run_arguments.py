@@ -63,6 +63,7 @@ class CommandParser(HfArgumentParser):
                 continue
             field.type = types[field.name]
             owner = next(kind for kind in dtype.__mro__ if field.name in inspect.get_annotations(kind))
+            # `HfArgumentParser` has no public way to add a single field.
             if owner.__module__.startswith("transformers."):
                 if trainer is None:
                     trainer = self.add_argument_group(_TRAINER)

@@ -26,6 +26,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ..core.checkpoint_files import weights_fingerprint
+from ..core.hook import takes_static_cache
 from .dialogues import Message, read_dialogues
 from .token_file import TokenFile, write_atomically
 
@@ -480,7 +481,7 @@ def _respond(
     options: dict[str, Any] = {"do_sample": temperature > 0, "temperature": temperature}
     if temperature == 0:
         options = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None, "min_p": None}
-    if model._can_compile_fullgraph:
+    if takes_static_cache(model):
         # The default cache copies itself at every step: 409 against 569 tokens/s (SmolLM2-135M, CPU, batch 96).
         # `generate` would keep the longest size seen so far, so that the rounding of a batch would depend on the
         # batches before it.
