@@ -34,8 +34,8 @@ logger = logging.get_logger(__name__)
 _SIZES = (0, 1, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127)
 _MEASURING_SECONDS = 1.0
 _REPEATS = 4
-# A call of fewer tokens ends sooner than a measurement.
-_FEWEST_TOKENS = 8
+# A call of fewer tokens ends sooner than a measurement, or a check of kept times.
+_FEWEST_TOKENS = 10
 # Weight of a new round in a running mean.
 _NEW = 0.1
 # Kept times are compared at about this many draft nodes, and measured anew where they differ by more than a factor.
@@ -288,20 +288,22 @@ def costs_of(
     """
     if key in known:
         return known[key]
-    if tokens < _FEWEST_TOKENS:
-        return None
+    is_short = tokens < _FEWEST_TOKENS
     seconds = load(target, key)
     more_rows = [each for each in list(known) if each.rows > key.rows and each[1:] == key[1:]]
-    if seconds is not None and still_valid(seconds, forward, target.device):
+    if seconds is not None and (is_short or still_valid(seconds, forward, target.device)):
         known[key] = Costs(in_steps(seconds, key.compiled))
     elif more_rows:
         nearest = min(more_rows)
         known[key] = known[nearest].of_fewer_rows(nearest.rows, key.rows)
+    elif is_short:
+        return None
     else:
         logger.warning_once(
             "Falcon measures what the target's forward costs on this machine: once, for a second at most."
         )
-        seconds = measure(forward, key.max_nodes, target.device, tokens=tokens)
+        # The other half of the time is left for the check of times that did not hold.
+        seconds = measure(forward, key.max_nodes, target.device, tokens=tokens / 2)
         save(target, key, seconds)
         known[key] = Costs(in_steps(seconds, key.compiled))
     return known[key]
