@@ -88,9 +88,9 @@ class Context:
 
     def turn(self, clock):
         """Times one plain step and one round, and undoes both."""
-        root, seconds = self._ids[0, -1:], self.seconds
+        root, seconds = self._ids[:, -1:], self.seconds
         start = clock()
-        self._target(root[None], past_key_values=self._cache, use_cache=True)
+        self._target(root, past_key_values=self._cache, use_cache=True)
         seconds["plain"].append(clock() - start)
         self._cache.crop(-1)
         times = [clock()]
@@ -101,7 +101,7 @@ class Context:
         self._run.score(tree, self._ids)
         times.append(clock())
         # Some path that is not the first rows: rows are moved.
-        self._run.keep(torch.tensor([0, len(tree) - 1], device=root.device), len(tree))
+        self._run.accept(torch.tensor([0, len(tree) - 1], device=root.device), len(tree))
         times.append(clock())
         for part, begin, end in zip(PARTS, times, times[1:]):
             seconds[part].append(end - begin)

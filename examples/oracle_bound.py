@@ -36,9 +36,9 @@ class Oracle(FalconCandidateGenerator):
 
     truth: torch.Tensor
 
-    def draft(self, *args, **kwargs):
-        self._place = self._first_position + self._committed + 1
-        return super().draft(*args, **kwargs)
+    def draft(self, input_ids, *args, **kwargs):
+        self._place = input_ids.shape[1]
+        return super().draft(input_ids, *args, **kwargs)
 
     def _candidates(self, features):
         log_probs, token_ids = super()._candidates(features)
@@ -157,7 +157,7 @@ class Call:
         _, self._features = run.prefill(ids[:, :-1])
         generator = FalconCandidateGenerator(self._drafter, self._target)
         generator.commit(self._features, ids[:, 1:])
-        self._root = ids[0, -1:]
+        self._root = ids[:, -1:]
         self._accepted = generator.max_depth + 1
         return run, generator
 
