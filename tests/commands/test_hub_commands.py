@@ -72,7 +72,15 @@ def test_card_of_a_trained_drafter(trained):
     assert found == {"tau": 1.2345, "alpha": 0.5} and data.model_name == "my-drafter"
     # The Hub links data sets, and knows nothing of files.
     assert data.datasets == ["user/data"] and "from user/data, a.json" in card.text
-    for text in ("2.23 tokens a round", "(tau 1.23:", "50.0 %", "2,800 steps", "1,234,567 tokens", "8,192 tokens", "2 LSTM layers"):
+    for text in (
+        "2.23 tokens a round",
+        "(tau 1.23:",
+        "50.0 %",
+        "2,800 steps",
+        "1,234,567 tokens",
+        "8,192 tokens",
+        "2 LSTM layers",
+    ):
         assert text in card.text, text
     assert 'custom_generate="me/my-drafter"' in card.text and 'assistant_model="me/my-drafter"' in card.text
     assert "{{" not in card.content and "{%" not in card.content
