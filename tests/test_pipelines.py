@@ -15,7 +15,6 @@ from transformers.pipelines import base
 
 import hf_falcon
 from hf_falcon import DraftOptions, FalconDraftModel
-from hf_falcon.core.drafter import FalconDraftModel
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a{% endif %}"
