@@ -258,9 +258,9 @@ def _propose(generators: dict[int, FalconCandidateGenerator], batch: BatchSequen
         row: each.draft(batch.rows[row].input_ids, _depth_limit_of_row(batch, row), len(generators))
         for row, each in generators.items()
     }
-    best = torch.nn.utils.rnn.pad_sequence(
-        [each.best() for each in rounds.values()], batch_first=True, padding_value=-torch.inf
-    )
+    # A round without nodes has no device of its own.
+    found = [each.best().to(generators[row].drafter.device) for row, each in rounds.items()]
+    best = torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=-torch.inf)
     gain = torch.stack([each.expected_gain(row) for each, row in zip(generators.values(), best)]).sum(dim=0)
     size = int(gain.argmax())
     return {
