@@ -26,7 +26,9 @@ DATA = {"first": [["abc", "de"], ["fgh"]], "second": [["ijk"]]}
 SETTINGS = {"max_new_tokens": 12, "do_sample": False}
 
 
-@pytest.mark.parametrize("settings", [{}, {"do_sample": True, "temperature": 0.8}])
+@pytest.mark.parametrize(
+    "settings", [{}, pytest.param({"do_sample": True, "temperature": 0.8}, marks=pytest.mark.slow)]
+)
 def test_every_method_answers_like_plain_decoding(models, tmp_path, settings):
     names = "plain prompt_lookup eagle_like falcon_chain falcon_static falcon_dynamic falcon_no_decision".split()
     names += "falcon_no_cost_model falcon_no_lookup falcon falcon@3 plain_packed falcon_packed".split()
@@ -62,6 +64,7 @@ def test_packed_methods_decode_with_packed_weights(models, tmp_path, monkeypatch
     assert not is_packed(models.target) and not is_packed(models.drafters["falcon"])
 
 
+@pytest.mark.slow
 def test_compiled_methods_decode_with_compiled_rounds(models, tmp_path, monkeypatch):
     """And leave the others theirs."""
     names = ["plain", "falcon", "falcon_packed", "falcon_compiled", "falcon_packed_compiled"]

@@ -5,6 +5,7 @@ import copy
 
 import pytest
 import torch
+from quick import quick
 from tiny_models import VOCAB, prompt, tiny_drafter, tiny_target
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
@@ -71,7 +72,7 @@ def test_offloaded_head_drafts_alike(folder, tmp_path):
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("what", ["forward", "module", "decoder", "layers"])
+@pytest.mark.parametrize("what", quick(("module", "layers"), ["forward", "module", "decoder", "layers"]))
 def test_compiled(what, warnings_given):
     target = copy.deepcopy(tiny_target("llama"))
     if what == "forward":

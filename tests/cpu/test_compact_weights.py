@@ -9,6 +9,7 @@ import torch
 from counting_compiler import Backend, compiled_by, drafter_of, generate
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize, quantize
+from quick import one_in
 from tiny_models import prompt, tiny_target
 
 import hf_falcon
@@ -169,8 +170,7 @@ def test_more_rows_than_they_are_for(target, backend, monkeypatch):
     assert hf_falcon.compile_rounds(target, (13,), compiled_by(backend)) == [13]
 
 
-@pytest.mark.parametrize("scale", [0.5, 0.7])
-@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize("scale, packed", one_in(2, [0.5, 0.7], [False, True]))
 def test_weights_that_change(target, backend, packed, scale):
     drafter, tokens = drafter_of(target), prompt(9)
     if packed:

@@ -18,6 +18,7 @@ from hf_falcon.bench.metrics import first_difference
 from hf_falcon.commands import main as entry
 
 
+@pytest.mark.slow
 def test_compare_recipes(workplace, tmp_path, monkeypatch, capsys):
     script = example("compare_recipes")
     names = ["A: the same, distillation weight 1", script.STARTED, script.AVERAGED]
