@@ -95,6 +95,7 @@ def test_nothing_is_left_behind(target, backend):
     hf_falcon.uncompile_rounds(target)
 
 
+@pytest.mark.slow
 def test_compiled_once(target, backend):
     config = compiled_by(backend)
     for _ in range(2):
@@ -135,6 +136,7 @@ def test_packed_weights(dtype, backend):
     assert texts == [expected, expected]
 
 
+@pytest.mark.slow
 def test_oneDNN_weights(backend, monkeypatch):
     monkeypatch.setattr("hf_falcon.cpu.packed_layouts.blocks_pay", lambda: False)
     test_packed_weights(torch.float32, backend)
@@ -156,10 +158,12 @@ def test_weights_are_told_apart_by_number(tmp_path):
             torch.testing.assert_close(product, linear(states))
 
 
+@pytest.mark.slow
 def test_every_dtype_has_its_rounding(target, backend):
     assert tuple(hf_falcon.compile_rounds(target.double(), SIZES, compiled_by(backend))) == SIZES
 
 
+@pytest.mark.slow
 def test_what_was_not_compiled_for_runs_as_it_is(target, backend):
     tokens, drafter = prompt(9), drafter_of(target)
     hf_falcon.compile_rounds(target, SIZES, compiled_by(backend))
@@ -209,6 +213,7 @@ def test_drafters_that_read_layers_have_uncompiled_rounds(target, backend):
     assert TargetRun(*arguments).acceleration.sizes == SIZES and TargetRun(*arguments, [0]).acceleration.sizes == ()
 
 
+@pytest.mark.slow
 def test_models_that_are_loaded_later_change_nothing(target, backend, request):
     hf_falcon.compile_rounds(target, SIZES, compiled_by(backend))
     ran, drafter = backend.ran, drafter_of(target)
