@@ -108,3 +108,14 @@ def test_expected_errors_are_one_line(failing, capsys, monkeypatch, error, line)
     monkeypatch.setenv("HF_FALCON_DEBUG", "1")
     with pytest.raises(type(error)):
         entry.main(["demo"])
+
+
+def test_a_reader_that_ends_is_no_error(tmp_path):
+    """As in `hf-falcon --help | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    result = subprocess.run(
+        [sys.executable, "-m", "hf_falcon", "--help"], stdout=writer, stderr=subprocess.PIPE, cwd=tmp_path, timeout=60
+    )
+    os.close(writer)
+    assert result.returncode == 1 and result.stderr == b""

@@ -49,7 +49,18 @@ def main(argv: list[str] | None = None) -> int:
         `int`: The exit status: the command's own; 1 after an error, 2 where no command of that name exists, 130 after
         an interrupt. An expected error is printed as one line, or raised with `HF_FALCON_DEBUG=1` in the environment.
     """
-    argv = sys.argv[1:] if argv is None else argv
+    try:
+        status = _run(sys.argv[1:] if argv is None else argv)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        # The reader has ended, as `hf-falcon ... | head` does. Python would flush into the broken pipe again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _run(argv: list[str]) -> int:
+    """See `main`."""
     if not argv:
         print(usage(), file=sys.stderr)
         return 2
@@ -75,6 +86,8 @@ def main(argv: list[str] | None = None) -> int:
         # The terminal shows "^C" in the line where the command was.
         print("\nInterrupted.", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        raise
     except _EXPECTED as error:
         if os.environ.get("HF_FALCON_DEBUG") == "1":
             raise
