@@ -7,11 +7,19 @@ import pytest
 import torch
 from oracle import FreeDrafting, use_batch_oracle
 from tiny_models import TARGETS, VOCAB, hooks_of, prompt, tiny_drafter, tiny_target, tiny_tokenizer
-from transformers import DynamicCache, LogitsProcessor, StoppingCriteria, pipeline
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    pipeline,
+)
 from transformers.generation.streamers import BaseStreamer
 
 from hf_falcon.core.costs import Costs
-from hf_falcon.core.verification import StepNoise
+from hf_falcon.core.verification import StepNoise, TokenSequence
 
 LENGTHS = (5, 11, 1, 8)
 NEW_TOKENS = 30
@@ -247,7 +255,8 @@ def test_noise_is_what_multinomial_draws(shape):
 
 def test_noise_refuses_what_multinomial_refuses():
     probs = torch.tensor([[0.5, float("nan"), 0.5]])
-    for draw in (lambda: torch.multinomial(probs, 1), lambda: StepNoise(1).draw(probs, 0, 0)):
+    sequence = TokenSequence(prompt(3), LogitsProcessorList(), StoppingCriteriaList(), GenerationConfig())
+    for draw in (lambda: torch.multinomial(probs, 1), lambda: sequence.emit(int(StepNoise(1).draw(probs, 0, 0)))):
         with pytest.raises(RuntimeError, match="probability tensor contains either"):
             draw()
 

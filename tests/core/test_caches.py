@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Cache layers that grow in place hold what plain ones hold."""
+"""Cache layers whose rows are in one stack hold what plain ones hold."""
 
+import copy
 import random
 
 import pytest
@@ -9,41 +10,55 @@ from tiny_models import prompt, tiny_drafter, tiny_target
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer
 
-from hf_falcon.core.caches import GrowingLayer, give_back, grow_in_place
+from hf_falcon.core.caches import StackedLayer, give_back, stack_layers
 
 
-def rows(count: int, batch: int = 1) -> torch.Tensor:
-    return torch.randn(batch, 2, count, 4)
+def rows(count: int, heads: int = 2) -> torch.Tensor:
+    return torch.randn(1, heads, count, 4)
 
 
-@pytest.mark.parametrize("filled", [0, 5, 300])
-def test_holds_what_a_plain_layer_holds(filled):
+def filled_cache(lengths: list[int], **shape: int) -> DynamicCache:
+    """A cache with a layer of each of these lengths."""
+    cache = DynamicCache()
+    for layer, length in enumerate(lengths):
+        cache.update(rows(length, **shape), rows(length, **shape), layer)
+    return cache
+
+
+@pytest.mark.parametrize("filled", [1, 5, 300])
+def test_holds_what_plain_layers_hold(filled):
     draws = random.Random(filled)
     torch.manual_seed(0)
-    plain, begun = DynamicLayer(), DynamicLayer()
-    if filled:
-        states = rows(filled), rows(filled)
-        for layer in (plain, begun):
-            layer.update(*states)
-    growing = GrowingLayer(begun)
+    plain = filled_cache([filled, filled])
+    stacked = copy.deepcopy(plain)
+    own = list(stacked.layers)
+    [stack] = stack_layers(stacked)
+    assert all(type(layer) is StackedLayer for layer in stacked.layers)
     for _ in range(60):
-        states = rows(draws.choice((1, 8, 60))), rows(1)
-        states = states[0], torch.randn_like(states[0])
-        for found, expected in zip(growing.update(*states), plain.update(*states)):
-            assert torch.equal(found, expected)
-        if draws.random() < 0.5:
-            dropped = draws.randrange(1, plain.get_seq_length())
-            for layer in (plain, growing):
-                layer.crop(-dropped)
-        assert growing.get_seq_length() == plain.get_seq_length()
-        assert growing.get_mask_sizes(3) == plain.get_mask_sizes(3)
-    returned = growing.give_back()
-    assert returned is begun and torch.equal(returned.keys, plain.keys) and torch.equal(returned.values, plain.values)
+        count = draws.choice((1, 8, 60))
+        start = plain.get_seq_length()
+        for layer in range(2):
+            states = rows(count), rows(count)
+            assert all(map(torch.equal, stacked.update(*states, layer), plain.update(*states, layer)))
+        path = torch.tensor(sorted(draws.sample(range(count), draws.randint(1, count))))
+        stack.keep(start, path)
+        for layer, expected in zip(stacked.layers, plain.layers):
+            layer.crop(len(path) - count)
+            kept = torch.cat((torch.arange(start), start + path))
+            expected.keys, expected.values = expected.keys[:, :, kept], expected.values[:, :, kept]
+            assert torch.equal(layer.keys, expected.keys) and torch.equal(layer.values, expected.values)
+            assert layer.get_seq_length() == expected.get_seq_length()
+            assert layer.get_mask_sizes(3) == expected.get_mask_sizes(3)
+    give_back(stacked)
+    assert stacked.layers == own
+    for layer, expected in zip(stacked.layers, plain.layers):
+        assert torch.equal(layer.keys, expected.keys) and torch.equal(layer.values, expected.values)
 
 
 def test_writes_in_place():
-    layer = GrowingLayer(DynamicLayer())
-    layer.update(rows(3), rows(3))
+    cache = filled_cache([3])
+    stack_layers(cache)
+    [layer] = cache.layers
     place = layer.keys.data_ptr()
     for _ in range(50):
         layer.update(rows(4), rows(4))
@@ -51,31 +66,15 @@ def test_writes_in_place():
     assert layer.keys.data_ptr() == place and layer.get_seq_length() == 103
 
 
-def test_rows_that_others_put_there():
-    """What assigns `keys` and `values`, as selecting rows of a batch does, is not overruled by the buffers."""
-    plain, growing = DynamicLayer(), GrowingLayer(DynamicLayer())
-    torch.manual_seed(0)
-    states, more = (rows(3, batch=2), rows(3, batch=2)), (rows(2), rows(2))
-    for layer in (plain, growing):
-        layer.update(*states)
-        layer.batch_select_indices(torch.tensor([1]))
-        layer.update(*more)
-    assert torch.equal(growing.keys, plain.keys) and torch.equal(growing.values, plain.values)
-    for layer in (plain, growing):
-        layer.reset()
-        layer.update(*more)
-    assert torch.equal(growing.keys, plain.keys)
-
-
-def test_a_cache_gets_its_layers_back():
-    cache = DynamicCache()
-    cache.update(rows(3), rows(3), 0)
-    own = list(cache.layers)
-    grow_in_place(cache)
-    assert all(type(layer) is GrowingLayer for layer in cache.layers)
-    cache.update(rows(2), rows(2), 0)
+def test_layers_of_the_same_shape_share_a_stack():
+    cache = filled_cache([3, 3, 3])
+    cache.update(rows(3, heads=4), rows(3, heads=4), 3)
+    other = cache.layers[3].keys
+    assert len(stack_layers(cache)) == 2
+    assert torch.equal(cache.layers[3].keys, other)
+    cache.update(rows(2, heads=4), rows(2, heads=4), 3)
     give_back(cache)
-    assert cache.layers == own and cache.get_seq_length() == 5
+    assert [layer.keys.shape[1:3] for layer in cache.layers] == [(2, 3), (2, 3), (2, 3), (4, 5)]
 
 
 @pytest.mark.parametrize("stop", [None, KeyboardInterrupt])

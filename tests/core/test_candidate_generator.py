@@ -259,7 +259,8 @@ def test_a_branch_is_seen_by_its_descendants_alone(target, monkeypatch, lstm_lay
     drafting.commit(0, 9)
     drafting.propose()
     before, parents = drafting.predictions[1:], [found.blocks for found in drafting.drafted]
-    keys = [keys[:, :, :9].clone() for keys in drafting.generator._cache._keys]
+    layers = range(drafting.drafter.config.num_hidden_layers)
+    cached = [rows.clone() for layer in layers for rows in drafting.generator._cache.rows(layer, 9)]
     width = len(parents[0])
     assert width > 2 and len(parents[1]) > 1
 
@@ -283,8 +284,8 @@ def test_a_branch_is_seen_by_its_descendants_alone(target, monkeypatch, lstm_lay
             affected = affected if blocks is None else affected[blocks]
             differs = (found - expected).abs().amax(dim=(1, 2))
             assert (differs[affected] > 1e-2).all() and (differs[~affected] < 1e-6).all()
-    for layer, expected in enumerate(keys):
-        assert torch.equal(drafting.generator._cache._keys[layer][:, :, :9], expected)
+    found = [rows for layer in layers for rows in drafting.generator._cache.rows(layer, 9)]
+    assert all(map(torch.equal, found, cached))
 
 
 def test_a_drafter_that_overflows_still_drafts_a_tree(target):

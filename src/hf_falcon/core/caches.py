@@ -11,43 +11,90 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
 
+# Slots of a new buffer, at least.
 _SMALLEST = 256
 
 # Extra slots of a new buffer.
 _SPARE = 256
 
 
-class DraftCache:
+class StackedRows:
     """
-    Preallocated keys and values of the drafter. They are written in place; a rollback changes `length` only.
+    Keys and values of several layers in two buffers of shape `(layers, batch, heads, slots, head_dim)`. Rows are written
+    in place, and one copy moves the accepted rows of all layers. Full buffers grow by half, so a round takes the same
+    time at any context length.
 
-    A pass writes its rows after the first `length` rows of every layer. [`DraftCache.advance`] keeps them; without it,
-    the next pass overwrites them. Full buffers double in size, so a round takes the same time at any context length.
+    Args:
+        num_layers (`int`): the number of layers.
     """
 
-    def __init__(self, num_layers: int, capacity: int = 256):
-        self.length = 0
-        self._capacity = capacity
-        self._keys: list[Tensor | None] = [None] * num_layers
-        self._values: list[Tensor | None] = [None] * num_layers
+    def __init__(self, num_layers: int):
+        self._num_layers = num_layers
+        # Keys and values; and for each layer, its part of both.
+        self._buffers: list[Tensor] = []
+        self._parts: list[tuple[Tensor, Tensor]] = []
 
-    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """
-        Writes the rows of one pass and returns all rows so far.
+        Writes new rows of a layer.
 
         Args:
-            layer (`int`): index of the decoder layer.
-            keys, values (`torch.Tensor` of shape `(batch, kv_heads, rows, head_dim)`): the new rows.
+            layer (`int`): index of the layer.
+            start (`int`): the slot of the first new row.
+            keys, values (`torch.Tensor` of shape `(batch, heads, rows, head_dim)`): the new rows.
 
         Returns:
-            Views of shape `(batch, kv_heads, length + rows, head_dim)`.
+            Views of all rows so far, of shape `(batch, heads, start + rows, head_dim)`.
         """
-        end = self.length + keys.shape[2]
-        self._keys[layer] = key_buffer = self._fit(self._keys[layer], keys, end)
-        self._values[layer] = value_buffer = self._fit(self._values[layer], values, end)
-        key_buffer[:, :, self.length : end] = keys
-        value_buffer[:, :, self.length : end] = values
-        return key_buffer[:, :, :end], value_buffer[:, :, :end]
+        end = start + keys.shape[-2]
+        self.reserve(end, keys, values)
+        for part, states in zip(self._parts[layer], (keys, values)):
+            part[:, :, start:end] = states
+        return self.rows(layer, end)
+
+    def rows(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
+        """Views of the first `end` rows of a layer; see `write`."""
+        keys, values = self._parts[layer]
+        return keys[:, :, :end], values[:, :, :end]
+
+    def reserve(self, end: int, keys: Tensor, values: Tensor) -> None:
+        """Makes room for `end` rows of the shape and dtype of `keys` and `values`."""
+        if self._buffers and self._buffers[0].shape[-2] >= end:
+            return
+        slots, old = max(_SMALLEST, end + end // 2), self._buffers
+        self._buffers = [
+            states.new_empty(self._num_layers, *states.shape[:2], slots, states.shape[-1]) for states in (keys, values)
+        ]
+        for buffer, before in zip(self._buffers, old):
+            buffer[..., : before.shape[-2], :] = before
+        keys_of_all, values_of_all = self._buffers
+        self._parts = [(keys_of_all[layer], values_of_all[layer]) for layer in range(self._num_layers)]
+
+    def keep(self, start: int, path: Tensor) -> None:
+        """
+        Moves the rows at `start + path` of all layers to the slots from `start` on.
+
+        Args:
+            start (`int`): the first slot.
+            path (`torch.LongTensor` of shape `(kept,)`): rows to keep, on the host.
+        """
+        sources, end = (start + path).to(self._buffers[0].device), start + path.shape[0]
+        for buffer in self._buffers:
+            # Gathered first, then written: source and destination rows overlap.
+            buffer[..., start:end, :] = buffer.index_select(-2, sources)
+
+
+class DraftCache(StackedRows):
+    """
+    Keys and values of the drafter. A pass writes its rows after the first `length` rows of every layer.
+    [`DraftCache.advance`] keeps them; without it, the next pass overwrites them. So a rollback changes `length` only.
+    """
+
+    length = 0
+
+    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes the rows of one pass; see [`StackedRows.write`]."""
+        return self.write(layer, self.length, keys, values)
 
     def room(self, rows: int) -> list[tuple[Tensor, Tensor]] | None:
         """
@@ -59,100 +106,88 @@ class DraftCache:
         Returns:
             For each layer, the same views as from `update`. The last `rows` rows are for the pass to write.
         """
-        end, layers = self.length + rows, []
-        for layer, (keys, values) in enumerate(zip(self._keys, self._values)):
-            if keys is None or values is None:
-                return None
-            self._keys[layer] = keys = self._fit(keys, keys, end)
-            self._values[layer] = values = self._fit(values, values, end)
-            layers.append((keys[:, :, :end], values[:, :, :end]))
-        return layers
+        if not self._parts:
+            return None
+        end = self.length + rows
+        self.reserve(end, *self._parts[0])
+        return [self.rows(layer, end) for layer in range(self._num_layers)]
 
     def advance(self, rows: int) -> None:
         """Keeps the rows of the last pass."""
         self.length += rows
 
-    def _fit(self, buffer: Tensor | None, rows: Tensor, needed: int) -> Tensor:
-        if buffer is not None and buffer.shape[2] >= needed:
-            return buffer
-        while self._capacity < needed:
-            self._capacity *= 2
-        batch, heads, _, width = rows.shape
-        grown = rows.new_empty(batch, heads, self._capacity, width)
-        if buffer is not None:
-            grown[:, :, : self.length] = buffer[:, :, : self.length]
-        return grown
 
-
-class GrowingLayer(DynamicLayer):
+class StackedLayer(DynamicLayer):
     """
-    A `DynamicLayer` that appends new rows in place, instead of copying all rows into a new tensor.
-
-    `keys` and `values` are views of buffers, which grow by half when they are full. They are the whole state of the
-    layer: other code, such as cropping, may assign new tensors to them.
+    A layer of the target's cache whose rows are in a [`StackedRows`], until [`StackedLayer.give_back`].
 
     Args:
-        layer ([`DynamicLayer`]): the layer that this one replaces until [`GrowingLayer.give_back`].
+        layer ([`DynamicLayer`]): the layer that this one replaces. It holds nothing meanwhile.
+        stack ([`StackedRows`]): holds the rows of this layer, and of others of the same shape.
+        index (`int`): the place of this layer in it.
     """
 
-    def __init__(self, layer: DynamicLayer):
-        super().__init__()
-        self._layer = layer
-        self._buffers: tuple[Tensor, Tensor] | None = None
-        if layer.is_initialized:
-            self.lazy_initialization(layer.keys, layer.values)
-            self.keys, self.values = layer.keys, layer.values
+    def __init__(self, layer: DynamicLayer, stack: StackedRows, index: int):
+        assert layer.keys is not None and layer.values is not None
+        self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
+        self._layer, self._stack, self._index = layer, stack, index
+        self._length = layer.get_seq_length()
+        stack.write(index, 0, layer.keys, layer.values)
+        layer.keys = layer.values = None
+
+    @property
+    def keys(self) -> Tensor:  # type: ignore[override]
+        """All rows, of shape `(batch, heads, length, head_dim)`."""
+        return self._stack.rows(self._index, self._length)[0]
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        """See `keys`."""
+        return self._stack.rows(self._index, self._length)[1]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Appends `key_states` and `value_states` of shape `(batch, heads, new, head_dim)`; returns all rows."""
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        length = self.get_seq_length()
-        end = length + key_states.shape[-2]
-        if self._buffers is None or self._buffers[0].shape[-2] < end or not self._holds_all_rows():
-            self._buffers = (
-                _buffer(self.keys, key_states, length, end),
-                _buffer(self.values, value_states, length, end),
-            )
-        for buffer, states in zip(self._buffers, (key_states, value_states)):
-            buffer[..., length:end, :] = states
-        self.keys, self.values = (buffer[..., :end, :] for buffer in self._buffers)
-        return self.keys, self.values
+        start = self._length
+        self._length += key_states.shape[-2]
+        return self._stack.write(self._index, start, key_states, value_states)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drops the last `-tokens_to_remove` rows."""
+        self._length += tokens_to_remove
+
+    def get_seq_length(self) -> int:
+        """The number of rows."""
+        return self._length
 
     def give_back(self) -> DynamicLayer:
         """Returns the original layer, with all rows."""
-        if self.is_initialized:
-            if not self._layer.is_initialized:
-                self._layer.lazy_initialization(self.keys, self.values)
-            self._layer.keys, self._layer.values = self.keys, self.values
+        self._layer.keys, self._layer.values = self.keys, self.values
         return self._layer
 
-    def _holds_all_rows(self) -> bool:
-        """Whether `keys` and `values` are still views of the buffers. Other code may have assigned other tensors."""
-        assert self._buffers is not None
-        return all(
-            states.data_ptr() == buffer.data_ptr() and states.shape[0] == buffer.shape[0]
-            for states, buffer in zip((self.keys, self.values), self._buffers)
-        )
 
+def stack_layers(cache: Cache) -> list[StackedRows]:
+    """
+    Replaces every plain `DynamicLayer` of a cache that has rows by a [`StackedLayer`].
 
-def _buffer(rows: Tensor, new: Tensor, length: int, end: int) -> Tensor:
-    """A buffer with room for more than `end` rows. The first `length` rows are copied from `rows`."""
-    capacity = max(_SMALLEST, end + end // 2)
-    buffer = new.new_empty(*new.shape[:-2], capacity, new.shape[-1])
-    if length:
-        buffer[..., :length, :] = rows
-    return buffer
-
-
-def grow_in_place(cache: Cache) -> None:
-    """Replaces every plain `DynamicLayer` of a cache by a [`GrowingLayer`]."""
-    cache.layers = [GrowingLayer(layer) if type(layer) is DynamicLayer else layer for layer in cache.layers]
+    Returns:
+        `list[StackedRows]`: the stacks. Layers of the same shape share one.
+    """
+    alike: dict[Any, list[int]] = {}
+    for place, layer in enumerate(cache.layers):
+        if type(layer) is DynamicLayer and layer.get_seq_length() > 0:
+            form = tuple((*states.shape, states.dtype, states.device) for states in (layer.keys, layer.values))
+            alike.setdefault(form, []).append(place)
+    stacks = []
+    for places in alike.values():
+        stacks.append(stack := StackedRows(len(places)))
+        for index, place in enumerate(places):
+            cache.layers[place] = StackedLayer(cache.layers[place], stack, index)
+    return stacks
 
 
 def give_back(cache: Cache) -> None:
-    """Undoes [`grow_in_place`]: restores the original layers, with all rows."""
-    cache.layers = [layer.give_back() if isinstance(layer, GrowingLayer) else layer for layer in cache.layers]
+    """Undoes [`stack_layers`]: restores the original layers, with all rows."""
+    cache.layers = [layer.give_back() if isinstance(layer, StackedLayer) else layer for layer in cache.layers]
 
 
 class RowLengths:

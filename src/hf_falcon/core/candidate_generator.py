@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
@@ -111,6 +112,21 @@ class DraftedBlocks(NamedTuple):
     features: Tensor
 
 
+class RowTable(NamedTuple):
+    """
+    Indices and mask of the rows of a drafter forward, which depend on their number alone.
+
+    Args:
+        ends (`torch.LongTensor` of shape `(1, rows)`): the last row of each row's block.
+        positions (`torch.LongTensor` of shape `(1, rows)`): positions, from 0.
+        mask (`torch.Tensor`): additive mask of the rows among themselves.
+    """
+
+    ends: Tensor
+    positions: Tensor
+    mask: Tensor
+
+
 class FalconCandidateGenerator(CandidateGenerator):
     """
     Proposes the trees of one sequence with a [`FalconDraftModel`] and prompt lookup.
@@ -150,7 +166,12 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._lstm_state: LSTMState | None = None
         # Fused inputs of the last committed positions: a new cut into blocks runs up to k - 1 of them again.
         self._tail: Tensor | None = None
+        # Predictions for the block after the last committed position, and the token before that block.
         self._block_features: Tensor | None = None
+        self._newest = torch.empty(0)
+        # Indices and masks on the drafter's device, by the rows of a commit, and by the blocks of a pass.
+        self._commit_tables: dict[int, RowTable] = {}
+        self._pass_tables: dict[int, RowTable] = {}
         self._first_position = 0
         self._committed = 0
         # Features that are not committed yet.
@@ -210,22 +231,19 @@ class FalconCandidateGenerator(CandidateGenerator):
             [`DraftTree`]: of the root alone where nothing is drafted.
         """
         tree_round = self.draft(input_ids, max_depth)
-        return tree_round.finish(self.root(input_ids), self._decision.size)
-
-    def root(self, input_ids: Tensor) -> Tensor:
-        """The newest token of `input_ids` (`(1, length)`), of shape `(1,)`, on the drafter's device."""
-        return input_ids[0, -1:].to(self._device)
+        self.add_lookup(tree_round)
+        return tree_round.finish(input_ids[0, -1:].cpu(), self._decision.size)
 
     def draft(self, input_ids: Tensor, max_depth: int, rows: int = 1) -> StaticRound | DynamicRound:
         """
-        Drafts a round whose tree is not cut to its size yet.
+        Starts the drafting of a round. The host does not wait for it.
 
         Args:
             input_ids, max_depth: see `propose`.
             rows (`int`, *optional*, defaults to 1): rows of the batch that draft one after the other.
 
         Returns:
-            The round. Its `finish` makes the [`DraftTree`].
+            The round. After `add_lookup`, its `finish` makes the [`DraftTree`].
         """
         self._match = self._look_up(input_ids, max_depth)
         self._decision = decision = self.policy.decide(self._match.matched, len(self._match.token_ids))
@@ -241,12 +259,15 @@ class FalconCandidateGenerator(CandidateGenerator):
         tree_round = self._tree.start(max_depth)
         if drafts and self._block_features is not None:
             with self._acceleration.drafting(self.head):
-                self._draft_passes(tree_round, self._grow(tree_round, self._block_features, self.root(input_ids), 0))
-        if decision.lookup_log_probs and isinstance(tree_round, DynamicRound):
-            tokens = torch.tensor(self._match.token_ids, device=self._device)
-            tree_round.add_path(tokens, torch.tensor(decision.lookup_log_probs, device=self._device))
+                self._draft_passes(tree_round, self._grow(tree_round, self._block_features, self._newest, 0))
         self._time.drafting, self._time.passes = watch.lap() * rows, self._passes if drafts else None
         return tree_round
+
+    def add_lookup(self, tree_round: StaticRound | DynamicRound) -> None:
+        """Adds the path of prompt lookup to a round that `draft` returned."""
+        if self._decision.lookup_log_probs and isinstance(tree_round, DynamicRound):
+            log_probs = torch.tensor(self._decision.lookup_log_probs)
+            tree_round.add_path(torch.tensor(self._match.token_ids), log_probs)
 
     def expected_gain(self, log_probs: Tensor) -> Tensor:
         """The gain of verifying nodes with these `log_probs` in the round; see [`DraftDecision.expected_gain`]."""
@@ -304,7 +325,8 @@ class FalconCandidateGenerator(CandidateGenerator):
             features, unread = features[:, -_PROMPT_ROWS:], max(0, features.shape[1] - _PROMPT_ROWS)
             next_token_ids = next_token_ids[:, -_PROMPT_ROWS:]
             self._first_position = first_position + unread
-        features, next_embeds = features.to(self._device), self.head.embed(next_token_ids.to(self._device))
+        features, next_token_ids = features.to(self._device), next_token_ids.to(self._device)
+        next_embeds = self.head.embed(next_token_ids)
         new, size = features.shape[1], self._block_size
         if prompt_embeds is not None and (missing := new - next_embeds.shape[1]) > 0:
             next_embeds = torch.cat((prompt_embeds[:, -missing:].to(next_embeds), next_embeds), dim=1)
@@ -323,6 +345,7 @@ class FalconCandidateGenerator(CandidateGenerator):
             predicted = self._run_committed(rows[:, start:end])
         self._tail = rows[:, -(size - 1) :] if size > 1 else rows[:, :0]
         self._block_features = predicted[:, -size:] if self._committed >= size else None
+        self._newest = next_token_ids[0, -1:]
 
     def get_candidates(self, input_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         """
@@ -368,8 +391,8 @@ class FalconCandidateGenerator(CandidateGenerator):
         """Runs draft passes for as long as they pay, from the blocks on that come after the committed positions."""
         size, base = self._block_size, self._committed
         states = self._lstm_state
-        # Drafted blocks that each block of the last pass sees: its ancestors' blocks, in drafting order.
-        lineage = torch.zeros(1, 0, dtype=torch.bool, device=self._device)
+        # Additive mask of the drafted rows that each block of the last pass sees: its ancestors' and its own.
+        lineage: Tensor | None = None
         self._cache.length = base
         depth = 0
         while drafted is not None:
@@ -377,27 +400,59 @@ class FalconCandidateGenerator(CandidateGenerator):
                 states = (states[0][:, drafted.blocks], states[1][:, drafted.blocks])
             fused, states = self.drafter.fuse(drafted.features, self.head.embed(drafted.token_ids), states)
             width = drafted.blocks.shape[0]
-            itself = torch.eye(width, dtype=torch.bool, device=self._device)
-            lineage = torch.cat((lineage[drafted.blocks], itself), dim=1)
-            inside = lineage.repeat_interleave(size, 0).repeat_interleave(size, 1)
-            before = torch.ones(width * size, base, dtype=torch.bool, device=self._device)
-            positions = self._first_position + base + depth + torch.arange(size, device=self._device)
-            ends = torch.arange(width * size, device=self._device) // size * size + size - 1
-            predicted = self._run_layers(
-                fused.reshape(1, width * size, -1),
-                ends[None],
-                positions.repeat(width)[None],
-                additive_mask(torch.cat((before, inside), dim=1), fused.dtype)[None, None],
-            ).view(width, size, -1)
+            table = self._pass_table(width, fused.dtype)
+            lineage = table.mask if lineage is None else torch.cat((lineage[drafted.blocks], table.mask), dim=1)
+            rows = lineage if size == 1 else lineage.repeat_interleave(size, dim=0, output_size=width * size)
+            predicted = self._run_layers(fused.reshape(1, width * size, -1), table, rows, base + depth)
+            predicted = predicted.view(width, size, -1)
             self._cache.advance(width * size)
             depth += size
             self._passes += 1
             drafted = self._grow(tree_round, predicted, drafted.token_ids[:, -1], depth)
 
-    def _run_layers(self, fused: Tensor, ends: Tensor, position_ids: Tensor, mask: Tensor) -> Tensor:
-        """See [`FalconDraftNetwork.run_layers`]; of this sequence."""
+    def _pass_table(self, width: int, dtype: torch.dtype) -> RowTable:
+        """The table of a pass over `width` blocks. Its mask has one row for each block."""
+        if width not in self._pass_tables:
+            size = self._block_size
+            rows, itself = torch.arange(width * size), torch.eye(width, dtype=torch.bool)
+            self._pass_tables[width] = RowTable(
+                (rows // size * size + size - 1)[None].to(self._device),
+                torch.arange(size).repeat(width)[None].to(self._device),
+                additive_mask(itself.repeat_interleave(size, dim=1), dtype).to(self._device),
+            )
+        return self._pass_tables[width]
+
+    def _commit_table(self, count: int, dtype: torch.dtype) -> RowTable:
+        """The table of a commit of `count` rows, in blocks cut from the right."""
+        known = self._commit_tables.get(count)
+        if known is not None:
+            return known
+        places = torch.arange(count)
+        blocks = (places - count) // self._block_size
+        table = RowTable(
+            (count - 1 + (blocks + 1) * self._block_size)[None].to(self._device),
+            places[None].to(self._device),
+            additive_mask(blocks[:, None] >= blocks[None], dtype).to(self._device),
+        )
+        # A prompt is committed once.
+        if count <= _ROWS_OF_A_ROUND:
+            self._commit_tables[count] = table
+        return table
+
+    def _run_layers(self, fused: Tensor, table: RowTable, mask: Tensor, first_place: int) -> Tensor:
+        """
+        See [`FalconDraftNetwork.run_layers`]; of this sequence.
+
+        Args:
+            table ([`RowTable`]): the table of the rows.
+            mask (`torch.Tensor` of shape `(rows, seen)`):
+                Additive mask of the last `seen` rows of the cache; all rows before them are visible.
+            first_place (`int`): place in the sequence of the rows with position 0 in the table.
+        """
+        mask = F.pad(mask, (self._cache.length + table.ends.shape[1] - mask.shape[1], 0))[None, None]
+        positions = table.positions + (self._first_position + first_place)
         with self._acceleration.drafting(self.head):
-            return self._acceleration.run_layers(fused, ends, position_ids, mask, self._cache)
+            return self._acceleration.run_layers(fused, table.ends, positions, mask, self._cache)
 
     def _build_tree(self) -> StaticTree | DynamicTree:
         options = self.options
@@ -417,18 +472,9 @@ class FalconCandidateGenerator(CandidateGenerator):
 
     def _run_committed(self, rows: Tensor) -> Tensor:
         """Runs committed positions through the decoder layers, in blocks cut from the right, and keeps their rows."""
-        count, size, start = rows.shape[1], self._block_size, self._cache.length
-        places = torch.arange(count, device=self._device)
-        blocks = (places - count) // size
-        before = torch.ones(count, start, dtype=torch.bool, device=self._device)
-        visible = torch.cat((before, blocks[:, None] >= blocks[None]), dim=1)
-        ends = count - 1 + (blocks + 1) * size
-        predicted = self._run_layers(
-            rows,
-            ends[None],
-            (self._first_position + start + places)[None],
-            additive_mask(visible, rows.dtype)[None, None],
-        )
+        count = rows.shape[1]
+        table = self._commit_table(count, rows.dtype)
+        predicted = self._run_layers(rows, table, table.mask, self._cache.length)
         self._cache.advance(count)
         return predicted
 
@@ -447,29 +493,38 @@ class FalconCandidateGenerator(CandidateGenerator):
             The blocks that the next pass continues, or `None` where there is to be no next pass.
         """
         conditional = self.drafter.conditioning is not None
-        marginals = None if conditional else self._candidates(predicted)
-        blocks = torch.arange(predicted.shape[0], device=self._device)
-        tokens, features = newest[:, None], predicted[:, :0]
+        marginals = () if conditional else self._candidates(predicted)
+        # The block of each branch; at first, each block is one. And of each branch the tokens and features so far.
+        blocks: Tensor | None = None
+        tokens: list[Tensor] = []
+        features: list[Tensor] = []
         for offset in range(self._block_size):
-            here = predicted[blocks, offset]
-            if marginals is None:
-                here = self.drafter.condition(here, self.head.embed(tokens[:, -1]))
+            here = _at(predicted, blocks, offset)
+            if conditional:
+                here = self.drafter.condition(here, self.head.embed(tokens[-1] if tokens else newest))
                 log_probs, token_ids, *proposals = self._candidates(here)
             else:
-                log_probs, token_ids, *proposals = (each[blocks, offset] for each in marginals)
-            tree_round.add(log_probs + self._decision.correction(depth + offset + 1), token_ids, *proposals)
-            branches = tree_round.branches()
+                log_probs, token_ids, *proposals = (_at(each, blocks, offset) for each in marginals)
+            correction = self._decision.correction(depth + offset + 1)
+            tree_round.add(log_probs + correction if correction else log_probs, token_ids, *proposals)
             ends_block = offset == self._block_size - 1
-            if branches is None or (ends_block and not self._continues(branches, tree_round.best())):
+            if ends_block and self._passes + 1 == self._decision.passes:
                 return None
-            blocks = blocks[branches.rows]
-            tokens = torch.cat((tokens[branches.rows], branches.token_ids[:, None]), dim=1)
-            features = torch.cat((features, here[:, None]), dim=1)[branches.rows]
-        return DraftedBlocks(blocks, tokens[:, 1:], features)
+            branches = tree_round.branches()
+            if branches is None or (ends_block and not self._continues(branches, tree_round)):
+                return None
+            rows = branches.rows
+            blocks = rows if blocks is None else blocks[rows]
+            tokens = [*(each[rows] for each in tokens), branches.token_ids]
+            features = [each[rows] for each in (*features, here)]
+        assert blocks is not None
+        return DraftedBlocks(blocks, torch.stack(tokens, dim=1), torch.stack(features, dim=1))
 
-    def _continues(self, branches: Branches, log_probs: Tensor) -> bool:
+    def _continues(self, branches: Branches, tree_round: StaticRound | DynamicRound) -> bool:
         """Whether a further pass is drafted."""
-        check = self._decision.check_pass(branches, log_probs)
+        if self._decision.passes is not None:
+            return True
+        check = self._decision.check_pass(branches, tree_round.best())
         self._checks.append(check)
         probes = self._decision.probe_pass and len(self._checks) == 1
         return probes or check.continuation >= self._decision.pass_threshold
@@ -480,3 +535,8 @@ class FalconCandidateGenerator(CandidateGenerator):
         # A drafter that overflows must not break the order that the tree is cut by.
         best = log_probs.nan_to_num(nan=-torch.inf).topk(self._tree.max_children, dim=-1)
         return best.values, self.head.to_target_ids(best.indices)
+
+
+def _at(states: Tensor, blocks: Tensor | None, offset: int) -> Tensor:
+    """`states` of shape `(blocks, block_size, ...)` at an offset, of some blocks; of all in their order for `None`."""
+    return states[:, offset] if blocks is None else states[blocks, offset]

@@ -30,7 +30,7 @@ from .statistics import FalconGenerateOutput, StatisticsRecorder
 from .target_parts import TargetHead, check_target, was_trained_for
 from .target_run import BatchedTargetRun, LayerOutputs, TargetRun
 from .target_support import unsupported_batch_reason, unsupported_reason
-from .tree import DraftTree, single_node
+from .tree import DraftTree, collect, single_node
 from .verification import MOST_STEPS_AHEAD, BatchSequence, TokenSequence, verify
 
 logger = logging.get_logger(__name__)
@@ -159,21 +159,22 @@ def decode(
     statistics = StatisticsRecorder(run.model.device)
     with statistics.measure("target"):
         logits, features = run.prefill(sequence.input_ids)
-    sequence.emit(sequence.choose(logits))
+    sequence.emit(int(sequence.choose(logits)))
     if sequence.finished:
         return statistics
     policy = _policy(run, generator.drafter, generator.options, _depth_limit(run, sequence))
     generator.start(features, run.length - features.shape[1], policy, prompt_embeds=run.prompt_embeds)
     while not sequence.finished:
         with statistics.measure("drafter"):
-            tree = generator.propose(sequence.input_ids, _depth_limit(run, sequence))
+            tree = generator.propose(sequence.token_ids, _depth_limit(run, sequence))
         watch = Stopwatch()
         with statistics.measure("target"):
-            logits, features = run.score(tree, sequence.input_ids)
+            logits, features = run.score(tree, sequence.token_ids)
         path, accepted = verify(tree, logits, sequence)
         seconds = watch.lap()
         run.accept(path, len(tree))
-        generator.update(tree, path, accepted, features[:, path], sequence.input_ids, seconds)
+        features = features[:, path.to(features.device)]
+        generator.update(tree, path, accepted, features, sequence.token_ids, seconds)
         statistics.add_round(len(tree) - 1, accepted)
     return statistics
 
@@ -199,7 +200,7 @@ def decode_batch(
     features = dict(enumerate(of_prompts))
     del of_prompts
     for row, sequence in enumerate(batch.rows):
-        sequence.emit(sequence.choose(logits[row][None]))
+        sequence.emit(int(sequence.choose(logits[row][None])))
     batch.stream()
     generators: dict[int, FalconCandidateGenerator] = {}
     head: TargetHead | None = None
@@ -242,8 +243,8 @@ def decode_batch(
                     tree,
                     path,
                     accepted,
-                    scored[place : place + 1, path],
-                    batch.rows[row].input_ids,
+                    scored[place : place + 1, path.to(scored.device)],
+                    batch.rows[row].token_ids,
                     seconds,
                     logits.shape[1],
                 )
@@ -255,17 +256,18 @@ def decode_batch(
 def _propose(generators: dict[int, FalconCandidateGenerator], batch: BatchSequence) -> dict[int, DraftTree]:
     """The trees of a round. The target runs as many nodes for each row as for the largest, so all have one size."""
     rounds = {
-        row: each.draft(batch.rows[row].input_ids, _depth_limit_of_row(batch, row), len(generators))
+        row: each.draft(batch.rows[row].token_ids, _depth_limit_of_row(batch, row), len(generators))
         for row, each in generators.items()
     }
-    # A round without nodes has no device of its own.
-    found = [each.best().to(generators[row].drafter.device) for row, each in rounds.items()]
+    collect(list(rounds.values()))
+    for row, each in generators.items():
+        each.add_lookup(rounds[row])
+    found = [each.best() for each in rounds.values()]
     best = torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=-torch.inf)
     gain = torch.stack([each.expected_gain(row) for each, row in zip(generators.values(), best)]).sum(dim=0)
     size = int(gain.argmax())
     return {
-        row: each.finish(generators[row].root(batch.rows[row].input_ids), lambda best: min(size, best.shape[0]))
-        for row, each in rounds.items()
+        row: each.finish(batch.rows[row].root, lambda best: min(size, best.shape[0])) for row, each in rounds.items()
     }
 
 

@@ -56,17 +56,19 @@ def block_ends(block_ids: Tensor) -> Tensor:
 
 
 def _rotary(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of shape `(batch, length, head_dim)`, in float32: bfloat16 cannot hold large positions."""
+    """
+    Cosines and sines of shape `(batch, length, 1, head_dim)`, in float32: bfloat16 cannot hold large positions. The
+    first half of the sines has the opposite sign; see `_rotate`.
+    """
     exponents = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
-    angles = position_ids[..., None].float() * theta**-exponents
-    angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    angles = position_ids[..., None, None] * theta**-exponents
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
 
 def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    half = states.shape[-1] // 2
-    turned = torch.cat((-states[..., half:], states[..., :half]), dim=-1)
-    return states * cos + turned * sin
+    """Rotates the pairs of the values i and i + head_dim / 2 of each head."""
+    return states * cos + states.roll(states.shape[-1] // 2, dims=-1) * sin
 
 
 class FalconRMSNorm(nn.RMSNorm):
@@ -91,21 +93,19 @@ class FalconAttention(nn.Module):
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: KeyValueCache | None) -> Tensor:
-        batch, length, _ = hidden.shape
-        queries = _rotate(self._split(self.q_proj(hidden), self.heads), cos, sin)
-        keys = _rotate(self._split(self.k_proj(hidden), self.kv_heads), cos, sin)
-        values = self._split(self.v_proj(hidden), self.kv_heads)
+        batch, length, _, _ = cos.shape
+        # Queries and keys are rotated together.
+        rotated = torch.cat((self.q_proj(hidden), self.k_proj(hidden)), dim=-1)
+        rotated = _rotate(rotated.view(batch, length, -1, self.head_dim), cos, sin).transpose(1, 2)
+        queries, keys = rotated.split((self.heads, self.kv_heads), dim=1)
+        values = self.v_proj(hidden).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
         if cache is not None:
             keys, values = cache.update(self.layer, keys, values)
         # The query heads of a group become rows of one head. Grouped-query attention then copies no key or value.
-        group = self.heads // self.kv_heads
-        queries = queries.reshape(batch, self.kv_heads, group * length, self.head_dim)
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask.repeat(1, 1, group, 1))
+        queries = queries.reshape(batch, self.kv_heads, -1, self.head_dim)
+        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask)
         mixed = mixed.reshape(batch, self.heads, length, self.head_dim).transpose(1, 2)
-        return self.o_proj(mixed.reshape(batch, length, self.heads * self.head_dim))
-
-    def _split(self, states: Tensor, heads: int) -> Tensor:
-        return states.unflatten(-1, (heads, self.head_dim)).transpose(1, 2)
+        return self.o_proj(mixed.reshape(batch * length, self.heads * self.head_dim))
 
 
 class FalconMLP(nn.Module):
@@ -321,17 +321,21 @@ class FalconDraftNetwork(PreTrainedModel):
         Returns:
             `torch.Tensor` of shape `(batch, rows, hidden_size)`: predictions of the features `f_{i+k}`.
         """
-        hidden = fused
+        hidden, (batch, rows, _) = fused, fused.shape
         if self.anchor is not None:
             # Each place in a block has its own projection, which encodes how far ahead the position predicts.
-            to_end = ends - torch.arange(fused.shape[1], device=fused.device)
-            batch = torch.arange(ends.shape[0], device=fused.device)[:, None]
-            hidden = hidden + self.anchor(fused).unflatten(-1, (self.config.block_size, -1))[batch, ends, to_end]
+            to_end = ends - torch.arange(rows, device=fused.device)
+            sequences = torch.arange(batch, device=fused.device)[:, None]
+            hidden = hidden + self.anchor(fused).unflatten(-1, (self.config.block_size, -1))[sequences, ends, to_end]
         cos, sin = _rotary(position_ids, self.config.head_dim, self.config.rope_theta)
-        cos, sin = cos[:, None].to(hidden.dtype), sin[:, None].to(hidden.dtype)
+        cos, sin = cos.to(hidden.dtype), sin.to(hidden.dtype)
+        # One mask for the query heads of each group; see [`FalconAttention`].
+        mask = mask.repeat(1, 1, self.config.num_attention_heads // self.config.num_key_value_heads, 1)
+        # One matrix: a product of three dimensions takes twice as many operations.
+        hidden = hidden.reshape(batch * rows, -1)
         for layer in self.layers:
             hidden = layer(hidden, cos, sin, mask, cache)
-        return self.norm(hidden) * self.feature_std + self.feature_mean
+        return (self.norm(hidden) * self.feature_std + self.feature_mean).view(batch, rows, -1)
 
     def condition(self, predicted: Tensor, previous_embeds: Tensor) -> Tensor:
         """

@@ -181,6 +181,7 @@ class DraftDecision:
     pass_threshold: float = 0.0
     continuation: Callable[[Branches], Tensor] = likeliest_path
     probe_pass: bool = False
+    passes: int | None = None
     node_costs: Tensor | None = None
 
     @property

@@ -137,12 +137,11 @@ def accept_one(target: Tensor, proposal: Tensor, candidates: list[int]) -> Tenso
         `torch.LongTensor` of shape `(1,)`: one of the candidates, or another token where none was accepted.
     """
     for token in candidates:
-        wanted, offered = torch.stack((target[token], proposal[token])).tolist()
+        rest = (target - proposal).clamp(min=0)
+        wanted, offered, left = torch.stack((target[token], proposal[token], rest.sum())).tolist()
         # The rest of the proposal may sum to 0, and its shares be NaN.
         if not offered > 0:
             break
-        rest = (target - proposal).clamp(min=0)
-        left = float(rest.sum())
         # Where nothing is left the two are equal, but for rounding.
         if left == 0 or _happens(wanted / offered):
             return torch.tensor([token], device=target.device)
@@ -182,7 +181,7 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
         Args:
             features (`torch.Tensor` of shape `(1, block_size, ...)`): of the last known positions, not committed.
             token_ids (`torch.LongTensor` of shape `(1, block_size - 1)`): the token after each but the last of these.
-            roots (`torch.LongTensor` of shape `(roots,)`): the tokens after the last.
+            roots (`torch.LongTensor` of shape `(roots,)`): the tokens after the last, on the host.
             log_probs (`torch.Tensor` of shape `(roots,)`): their log-probabilities; 0 for the token that was drawn.
             max_depth (`int`): tokens that a path may have at most behind its root.
 
@@ -191,8 +190,7 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
         """
         self._checks, self._passes = [], 0
         tree_round = self._tree.start(max_depth + 1)
-        roots = roots.to(self._device)
-        tree_round.add(log_probs[None].to(self._device), roots[None])
+        tree_round.add(log_probs[None].to(self._device), roots[None].to(self._device))
         branches = tree_round.branches()
         if branches is not None and self._committed > 0:
             width = branches.token_ids.shape[0]
@@ -206,7 +204,7 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
             self._draft_passes(tree_round, drafted)
         tree = tree_round.finish(roots[:1])
         # Without the node above the roots, whose token is known.
-        own = torch.arange(len(tree) - 1, device=self._device)
+        own = torch.arange(len(tree) - 1)
         parents = torch.where(tree.depths[1:] == 1, own, tree.parents[1:] - 1)
         return DraftTree(tree.token_ids[1:], parents, tree.depths[1:] - 1, tree.visible[1:, 1:])
 
@@ -223,14 +221,14 @@ def decode_multi_root(
     statistics = StatisticsRecorder(run.model.device)
     # Tokens are streamed once their root is chosen.
     streamer, sequence.streamer = sequence.streamer, None
-    size, streamed = generator.block_size, sequence.input_ids.shape[1]
+    size, streamed = generator.block_size, sequence.token_ids.shape[1]
     with statistics.measure("target"):
         logits, held = run.prefill(sequence.input_ids)
-    sequence.emit(sequence.choose(logits))
+    sequence.emit(int(sequence.choose(logits)))
     while True:
-        certain = sequence.input_ids.shape[1] - (not sequence.finished)
+        certain = sequence.token_ids.shape[1] - (not sequence.finished)
         if streamer is not None:
-            for token in sequence.input_ids[0, streamed:certain].cpu().split(1):
+            for token in sequence.token_ids[0, streamed:certain].split(1):
                 streamer.put(token)
         streamed = certain
         if sequence.finished:
@@ -240,24 +238,24 @@ def decode_multi_root(
         rivals, log_probs = _rivals(sequence, logits, generator.options.draft_top_k - 1 if limit > 0 else 0)
         forks = {int(fork.root): fork for fork in (sequence, *rivals)}
         with statistics.measure("drafter"):
-            tokens, ready = sequence.input_ids[:, -held.shape[1] :], held.shape[1] - size
+            tokens, ready = sequence.token_ids[:, -held.shape[1] :], held.shape[1] - size
             if ready > 0:
                 generator.commit(held[:, :ready], tokens[:, :ready], run.length - held.shape[1])
                 held, tokens = held[:, ready:], tokens[:, ready:]
             tree = generator.propose_roots(held, tokens[:, :-1], torch.tensor(list(forks)), log_probs, limit)
         with statistics.measure("target"):
-            scored, features = run.score(tree, sequence.input_ids)
+            scored, features = run.score(tree, sequence.token_ids)
         best, path, accepted = sequence, tree.parents[:0], -1
         # The token that the target drew comes first, and stays where no other is followed by more.
         for root in (tree.depths == 0).nonzero()[:, 0]:
             fork = forks[int(tree.token_ids[root])]
             nodes = tree.visible[:, root].nonzero()[:, 0]
-            found, count = verify(_subtree(tree, nodes), scored[nodes], fork)
+            found, count = verify(_subtree(tree, nodes), scored[nodes.to(scored.device)], fork)
             if count > accepted:
                 best, path, accepted = fork, nodes[found], count
         run.accept(path, len(tree))
-        held = torch.cat((held, features[:, path]), dim=1)
-        logits = scored[path[-1:]]
+        held = torch.cat((held, features[:, path.to(features.device)]), dim=1)
+        logits = scored[int(path[-1])][None]
         vars(sequence).update(vars(best))
         statistics.add_round(len(tree) - 1, accepted)
 
@@ -267,17 +265,16 @@ def _rivals(sequence: TokenSequence, logits: Tensor, count: int) -> tuple[list[T
     The sequence with each of the `count` likeliest other tokens instead of its newest, which `logits`, of shape
     `(1, vocab_size)`, led to; and their log-probabilities, 0 for the newest token first.
     """
-    before = copy.copy(sequence)
-    before.input_ids = sequence.input_ids[:, :-1]
+    before = sequence.without_newest()
     log_probs = copy.copy(before).process(logits).log_softmax(dim=-1)[0]
-    log_probs = log_probs.index_fill(0, sequence.root, -torch.inf)
+    log_probs = log_probs.index_fill(0, sequence.root.to(log_probs.device), -torch.inf)
     found, kept = [], [0.0]
     for log_prob, token in zip(*(each.tolist() for each in log_probs.topk(min(count, len(log_probs))))):
         # What the processors leave no probability is never to be written.
         if log_prob == -torch.inf:
             break
         fork = copy.copy(before)
-        fork.emit(sequence.root.new_tensor([token]))
+        fork.emit(token)
         # A text that ends here has nothing behind it to be preferred for.
         if not fork.finished:
             found.append(fork)
@@ -287,8 +284,8 @@ def _rivals(sequence: TokenSequence, logits: Tensor, count: int) -> tuple[list[T
 
 def _subtree(tree: DraftTree, nodes: Tensor) -> DraftTree:
     """The tree of some nodes: of one root, and all below it."""
-    place = torch.zeros(len(tree), dtype=torch.long, device=nodes.device)
-    place[nodes] = torch.arange(len(nodes), device=nodes.device)
+    place = torch.zeros(len(tree), dtype=torch.long)
+    place[nodes] = torch.arange(len(nodes))
     return DraftTree(
         tree.token_ids[nodes], place[tree.parents[nodes]], tree.depths[nodes], tree.visible[nodes][:, nodes]
     )

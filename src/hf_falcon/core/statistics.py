@@ -160,7 +160,7 @@ class StatisticsRecorder:
         self._drafted.append(drafted)
         self._accepted.append(accepted)
 
-    def result(self, new_tokens: int, near_ties: NearTies) -> DraftStatistics:
+    def result(self, new_tokens: int, near_ties: NearTies | None) -> DraftStatistics:
         """The statistics of the call, which emitted `new_tokens` tokens."""
         seconds = dict(self._seconds)
         if self._cuda:
@@ -180,5 +180,5 @@ class StatisticsRecorder:
                 sum(count > depth for count in self._accepted) for depth in range(max(self._accepted, default=0))
             ],
             time={**seconds, "other": max(0.0, elapsed - sum(seconds.values()))},
-            **near_ties.result()._asdict(),
+            **({} if near_ties is None else near_ties.result()._asdict()),
         )

@@ -114,7 +114,9 @@ class TargetHead:
         config = drafter.config
         self._output: Any = target.get_output_embeddings()
         self._embedding = target.get_input_embeddings()
-        self._dtype = dtype or drafter.norm.weight.dtype
+        # The drafter may still move: its device is read when it is needed.
+        self._example = drafter.norm.weight
+        self._dtype = dtype or self._example.dtype
         self._known_ids = None if config.draft_vocab_size is None else drafter.draft_vocab_ids
         self.draft_vocab_size: int = config.draft_vocab_size or self._output.weight.shape[0]
         self._scale = config.logit_scale
@@ -129,9 +131,9 @@ class TargetHead:
             weight, bias = weight[rows], None if bias is None else bias[rows]
         size, hidden_size = weight.shape
         linear = nn.Linear(hidden_size, size, bias=bias is not None, device="meta")
-        linear.weight = nn.Parameter(weight.detach().to(self._dtype), requires_grad=False)
+        linear.weight = nn.Parameter(weight.detach().to(self._example.device, self._dtype), requires_grad=False)
         if bias is not None:
-            linear.bias = nn.Parameter(bias.detach().to(self._dtype), requires_grad=False)
+            linear.bias = nn.Parameter(bias.detach().to(self._example.device, self._dtype), requires_grad=False)
         return linear
 
     @cached_property
@@ -140,9 +142,14 @@ class TargetHead:
         return None if self._known_ids is None else self._known_ids.to(self.linear.weight.device)
 
     def embed(self, token_ids: Tensor) -> Tensor:
-        """The target's embeddings of `token_ids` of shape `(...)`, of shape `(..., hidden_size)`."""
+        """
+        The target's embeddings of `token_ids` of shape `(...)`, of shape `(..., hidden_size)`, on the drafter's device.
+        """
+        weight = self._embedding.weight
         with torch.no_grad():
-            return self._embedding(token_ids)
+            # The weight of an offloaded embedding has no device, and accelerate moves the tokens.
+            embeds = self._embedding(token_ids if weight.is_meta else token_ids.to(weight.device))
+        return embeds.to(self._example.device)
 
     def logits(self, features: Tensor) -> Tensor:
         """

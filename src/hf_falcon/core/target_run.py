@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .acceleration import target_acceleration
-from .caches import RaggedLayer, RowLengths, give_back, grow_in_place
+from .caches import RaggedLayer, RowLengths, StackedLayer, StackedRows, give_back, stack_layers
 from .hook import leave_past_recording, prefill
 from .modeling_falcon_draft import additive_mask
 from .target_parts import FeatureTap
@@ -118,6 +119,7 @@ class TargetRun:
         self._outputs: Any = None
         reads_layers = bool(feature_layers or self.layer_outputs.arguments)
         self.acceleration = target_acceleration(model, reads_layers=reads_layers)
+        self._stacks: list[StackedRows] = []
         # Tokens in the cache that stay there if a round breaks off.
         self._kept: int | None = None
 
@@ -169,7 +171,8 @@ class TargetRun:
 
         Args:
             tree ([`DraftTree`]): the tree of the round.
-            input_ids (`torch.LongTensor` of shape `(1, length)`): the sequence so far, which ends with the root.
+            input_ids (`torch.LongTensor` of shape `(1, length)`): the sequence so far, which ends with the root; on
+                the host.
 
         Returns:
             The logits after each node's own path, of shape `(nodes, vocab_size)`, and the nodes' features, of shape
@@ -177,7 +180,7 @@ class TargetRun:
         """
         if self._starts_anew(input_ids):
             inputs = self.model.prepare_inputs_for_generation(
-                input_ids, use_cache=True, **self.layer_outputs.arguments
+                input_ids.to(self.model.device), use_cache=True, **self.layer_outputs.arguments
             )
             with self._tap as tap:
                 outputs = self._outputs = self.model(**inputs, return_dict=True)
@@ -189,11 +192,13 @@ class TargetRun:
         start, nodes = self.length, len(tree)
         tree = tree.padded(self.acceleration.padded_size(nodes))
         masks = {kind: self._mask(kind, tree, start) for kind in self._kinds}
+        positions = start + self._position_shift + tree.depths
+        inputs = torch.stack((tree.token_ids, positions)).to(self.model.device)
         with self._tap as tap, self.acceleration.scoring(self.cache, masks.values()):
             outputs = self._outputs = self.model(
-                input_ids=tree.token_ids[None],
+                input_ids=inputs[:1],
                 attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],
-                position_ids=(start + self._position_shift + tree.depths)[None],
+                position_ids=inputs[1:],
                 past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
@@ -208,23 +213,18 @@ class TargetRun:
         Keeps the nodes of `path` of the `nodes` nodes just scored, and drops the others.
 
         Args:
-            path (`torch.LongTensor` of shape `(kept,)`): nodes to keep, in order.
+            path (`torch.LongTensor` of shape `(kept,)`): nodes to keep, in ascending order, on the host.
             nodes (`int`): nodes that the last forward added.
         """
         self._keep_outputs(path, nodes)
-        kept, sources, found = path.shape[0], path, None
-        # Nodes that are in their place need not move. On a device other than a CPU, finding out would synchronise.
-        moves = path.device.type != "cpu" or path.tolist() != list(range(kept))
-        for layer in self.cache.layers:
-            if not layer.is_initialized or not moves:
-                continue
-            first = layer.keys.shape[-2] - nodes
-            if found != (first, layer.keys.device):
-                found = (first, layer.keys.device)
-                sources = (path + first).to(layer.keys.device)
-            for states in (layer.keys, layer.values):
-                # Gathered first, then written: source and destination rows overlap.
-                states[..., first : first + kept, :] = states.index_select(-2, sources)
+        kept, start = path.shape[0], self.length - nodes
+        # The path ascends: if its last row is in its place, all are.
+        if path[-1] >= kept:
+            for stack in self._stacks:
+                stack.keep(start, path)
+            for layer in self.cache.layers:
+                if layer.is_initialized and not isinstance(layer, StackedLayer):
+                    _keep_rows(layer, path, nodes)
         self.cache.crop(kept - nodes)
         self._kept = self.length
 
@@ -244,7 +244,7 @@ class TargetRun:
         Returns:
             `torch.Tensor` of shape `(1 + nodes, vocab_size)`: their logits.
         """
-        logits, _ = self._forward(star(nodes, self.model.device))
+        logits, _ = self._forward(star(nodes))
         self.cache.crop(-(nodes + 1))
         return logits
 
@@ -267,7 +267,7 @@ class TargetRun:
         # Layers with a window then keep the rows of a tree until they are cropped.
         cache.activate_past_recording()
         cache.crop(0)
-        grow_in_place(cache)
+        self._stacks = stack_layers(cache)
         self._kept = self.length
 
     def _starts_anew(self, input_ids: Tensor) -> bool:
@@ -282,28 +282,38 @@ class TargetRun:
 
     def _mask(self, kind: str, tree: DraftTree, start: int) -> Tensor:
         """Additive mask of shape `(1, 1, nodes, cached + nodes)`; a node's slot is the one plain decoding gives it."""
-        nodes, device = len(tree), tree.token_ids.device
-        layer = self._layer_of_kind(kind)
-        kv_length, kv_offset = layer.get_mask_sizes(nodes)
+        nodes, device, dtype = len(tree), self.model.device, self.model.dtype
+        kv_length, kv_offset = self._layer_of_kind(kind).get_mask_sizes(nodes)
         cached = kv_length - nodes
+        if kind != SLIDING and self._hidden_slots is None:
+            # All nodes see all cached slots.
+            return F.pad(additive_mask(tree.visible, dtype).to(device), (cached, 0))[None, None]
         slots = torch.arange(kv_offset, kv_offset + cached, device=device)
         before = torch.ones(nodes, cached, dtype=torch.bool, device=device)
         inside = tree.visible
         if kind == SLIDING:
             # The window is the model's, not the cache layer's: a user's own cache may keep more than the window.
             oldest = start + tree.depths - self._config.sliding_window
-            before = slots[None] > oldest[:, None]
+            before = slots[None] > oldest.to(device)[:, None]
             inside = inside & (start + tree.depths[None] > oldest[:, None])
         if self._hidden_slots is not None:
             padded = torch.zeros(start, dtype=torch.bool, device=device)
             padded[: self._hidden_slots.shape[0]] = self._hidden_slots
             before = before & ~padded[slots]
-        return additive_mask(torch.cat((before, inside), dim=1), self.model.dtype)[None, None]
+        return additive_mask(torch.cat((before, inside.to(device)), dim=1), dtype)[None, None]
 
     def _layer_of_kind(self, kind: str) -> Any:
         kinds = getattr(self._config, "layer_types", None)
         index = kinds.index(kind) if kinds is not None else 0
         return self.cache.layers[index]
+
+
+def _keep_rows(layer: Any, path: Tensor, nodes: int) -> None:
+    """As [`StackedRows.keep`], for the last `nodes` rows of a layer of its own, such as one with a window."""
+    start, end = layer.keys.shape[-2] - nodes, layer.keys.shape[-2] - nodes + path.shape[0]
+    sources = (path + start).to(layer.keys.device)
+    for states in (layer.keys, layer.values):
+        states[..., start:end, :] = states.index_select(-2, sources)
 
 
 class BatchedTargetRun:
@@ -388,15 +398,16 @@ class BatchedTargetRun:
             shape `(rows, nodes, hidden_size)`; `nodes` is the size of the largest tree.
         """
         rows, nodes, device = len(trees), max(map(len, trees)), self.model.device
-        tokens = torch.zeros(rows, nodes, dtype=torch.long, device=device)
+        tokens = torch.zeros(rows, nodes, dtype=torch.long)
         depths = torch.ones_like(tokens)
         # A padding node sees itself: attention over nothing is not defined.
-        visible = torch.eye(nodes, dtype=torch.bool, device=device).repeat(rows, 1, 1)
+        visible = torch.eye(nodes, dtype=torch.bool).repeat(rows, 1, 1)
         for row, tree in enumerate(trees):
             size = len(tree)
             tokens[row, :size], depths[row, :size] = tree.token_ids, tree.depths
             visible[row, :size, :size] = tree.visible
-        places = self._lengths.slots(1) + depths
+        tokens, depths = torch.stack((tokens, depths)).to(device)
+        places, visible = self._lengths.slots(1) + depths, visible.to(device)
         masks = {kind: self._mask(kind, places, visible) for kind in self._kinds}
         with self._tap as tap, self.acceleration.scoring(self.cache, masks.values()):
             outputs = self.model(
@@ -417,14 +428,15 @@ class BatchedTargetRun:
             paths (sequence of `torch.LongTensor` of shape `(kept,)`): nodes to keep, in order, for each row.
         """
         counts = [len(path) for path in paths]
-        moves = torch.arange(max(counts), device=self.model.device).repeat(len(paths), 1)
+        targets = torch.arange(max(counts)).repeat(len(paths), 1)
+        sources = targets.clone()
         for row, path in enumerate(paths):
-            moves[row, : counts[row]] = path
-        targets = self._lengths.slots(moves.shape[1])
-        starts = self._lengths.slots(1)
-        if bool((starts + moves != targets).any()):
+            sources[row, : counts[row]] = path
+        if not sources.equal(targets):
+            starts = self._lengths.slots(1)
+            sources, targets = torch.stack((sources, targets)).to(starts.device) + starts
             for layer in self.cache.layers:
-                layer.keep(starts + moves, targets)
+                layer.keep(sources, targets)
         self._lengths.advance(counts)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -437,7 +449,7 @@ class BatchedTargetRun:
 
     def dry_run(self, nodes: int) -> None:
         """A dummy forward, for timing: scores a root and `nodes` draft nodes in each row, and drops them."""
-        self.score([star(nodes, self.model.device)] * len(self.lengths))
+        self.score([star(nodes)] * len(self.lengths))
 
     def finish(self, sequences: Tensor | None) -> Cache:
         """
@@ -471,8 +483,8 @@ class BatchedTargetRun:
         chains = []
         for row, count in enumerate(missing):
             # A row that misses nothing runs a token that is not kept.
-            tokens = sequences[row, sequences.shape[1] - max(count, 1) :].to(self.model.device)
-            nodes = torch.arange(len(tokens), device=self.model.device)
+            tokens = sequences[row, sequences.shape[1] - max(count, 1) :].cpu()
+            nodes = torch.arange(len(tokens))
             chains.append(DraftTree(tokens, (nodes - 1).clamp(min=0), nodes, nodes[:, None] >= nodes))
         self.score(chains)
         self._lengths.advance(missing)

@@ -6,11 +6,15 @@ DDTree).
 A tree grows level by level. Both kinds have the same interface: `start()` returns a round; `round.add` takes the
 candidates of a level; `round.branches` returns the nodes that the next level continues; `round.finish` returns the
 [`DraftTree`] to verify. One draft pass gives the candidates of `block_size` levels.
+
+Levels grow on the drafter's device, which the host does not wait for. [`collect`] then brings all candidates to the
+host in one transfer, and the finished tree is on the host.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -25,7 +29,8 @@ Path = tuple[int, ...]
 @dataclass
 class DraftTree:
     """
-    A tree of draft tokens in topological order. Node 0 is the root: the newest token, which the target itself chose.
+    A tree of draft tokens in topological order, on the host. Node 0 is the root: the newest token, which the target
+    itself chose.
 
     Args:
         token_ids (`torch.LongTensor` of shape `(nodes,)`): token of each node, in the target's vocabulary.
@@ -36,7 +41,7 @@ class DraftTree:
         log_probs (`torch.Tensor` of shape `(nodes,)`, *optional*): log-probability of each node's path; the root's
             is 0.
         proposals (`torch.Tensor` of shape `(inner nodes, draft_vocab_size)`, *optional*): for each node with children
-            that were drawn at random, the distribution that they were drawn from.
+            that were drawn at random, the distribution that they were drawn from; on the drafter's device.
     """
 
     token_ids: Tensor
@@ -103,13 +108,13 @@ def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
 
 def single_node(root: Tensor) -> DraftTree:
     """The tree of the root alone, of shape `(1,)`: a step of plain decoding."""
-    zero = torch.zeros(1, dtype=torch.long, device=root.device)
-    return DraftTree(root, zero, zero, torch.ones(1, 1, dtype=torch.bool, device=root.device))
+    zero = torch.zeros(1, dtype=torch.long)
+    return DraftTree(root, zero, zero, torch.ones(1, 1, dtype=torch.bool))
 
 
-def star(nodes: int, device: torch.device) -> DraftTree:
+def star(nodes: int) -> DraftTree:
     """A root with `nodes` children of token 0, for dummy forwards."""
-    parents = torch.zeros(nodes + 1, dtype=torch.long, device=device)
+    parents = torch.zeros(nodes + 1, dtype=torch.long)
     depths = torch.ones_like(parents)
     depths[0] = 0
     return DraftTree(parents, parents, depths, ancestor_mask(parents, 1))
@@ -185,8 +190,8 @@ class StaticTree:
         self.max_children = 1 + max(path[-1] for path in nodes)
         index = {(): 0, **{path: i for i, path in enumerate(nodes, start=1)}}
         depths = [0] + [len(path) for path in nodes]
-        self.parents = torch.tensor([0] + [index[path[:-1]] for path in nodes], device=device)
-        self.depths = torch.tensor(depths, device=device)
+        self.parents = torch.tensor([0] + [index[path[:-1]] for path in nodes])
+        self.depths = torch.tensor(depths)
         self.visible = ancestor_mask(self.parents, self.max_depth)
         # The number of nodes up to each depth. Nodes are sorted by depth, so a shallower tree is a prefix.
         self.nodes_to_depth = [sum(depth <= d for depth in depths) for d in range(self.max_depth + 1)]
@@ -199,8 +204,8 @@ class StaticTree:
             extended = [path for path in level if path in inner_nodes]
             self.levels.append(
                 StaticLevel(
-                    rows=torch.tensor([rows[path[:-1]] for path in level], device=device),
-                    ranks=torch.tensor([path[-1] for path in level], device=device),
+                    rows=torch.tensor([rows[path[:-1]] for path in level]),
+                    ranks=torch.tensor([path[-1] for path in level]),
                     extended_rows=torch.tensor([rows[path[:-1]] for path in extended], device=device),
                     extended_ranks=torch.tensor([path[-1] for path in extended], device=device),
                 )
@@ -213,7 +218,10 @@ class StaticTree:
 
 @dataclass
 class StaticLevel:
-    """For each node of a level, the row and rank of its token among the candidates; the same for its inner nodes."""
+    """
+    For each node of a level, the row and rank of its token among the candidates, on the host; the same for its inner
+    nodes, on the drafter's device.
+    """
 
     rows: Tensor
     ranks: Tensor
@@ -226,42 +234,54 @@ class StaticRound:
 
     def __init__(self, tree: StaticTree, max_depth: int):
         self._tree, self._max_depth = tree, max_depth
-        self._tokens: list[Tensor] = []
+        self._candidates: list[Tensor] = []
         self._proposals: list[Tensor] = []
-        self._candidates: Tensor | None = None
+        self._is_collected = False
 
     def add(self, log_probs: Tensor, token_ids: Tensor, *proposals: Tensor) -> None:
         """
         See [`DynamicRound.add`]. A static tree does not use probabilities. It keeps `proposals`, the distributions
         that the candidates were drawn from, of shape `(rows, draft_vocab_size)`.
         """
-        level = self._tree.levels[len(self._tokens)]
-        self._candidates = token_ids
-        self._tokens.append(token_ids[level.rows, level.ranks])
+        self._candidates.append(token_ids)
         # The rows of all levels together are the nodes with children, in their order.
         self._proposals += proposals
 
     def branches(self) -> Branches | None:
         """See [`DynamicRound.branches`]."""
-        depth = len(self._tokens)
-        if self._candidates is None or depth == self._max_depth:
+        depth = len(self._candidates)
+        if depth in (0, self._max_depth):
             return None
         level = self._tree.levels[depth - 1]
-        tokens = self._candidates[level.extended_rows, level.extended_ranks]
+        tokens = self._candidates[-1][level.extended_rows, level.extended_ranks]
         return Branches(level.extended_rows, tokens, depth=depth)
 
-    def best(self) -> Tensor:
+    def best(self, depth: int | None = None) -> Tensor:
         """See [`DynamicRound.best`]. A static tree ranks no nodes."""
         return torch.empty(0)
 
+    def candidates(self) -> list[Tensor]:
+        """See [`DynamicRound.candidates`]."""
+        return [] if self._is_collected else self._candidates
+
+    def take(self, candidates: list[Tensor]) -> None:
+        """See [`DynamicRound.take`]."""
+        if not self._is_collected:
+            self._candidates, self._is_collected = candidates, True
+
     def finish(self, root: Tensor, size: Callable[[Tensor], int] = len) -> DraftTree:
         """See [`DynamicRound.finish`]. The size of a static tree is fixed."""
+        collect([self])
         tree = self._tree
-        nodes = tree.nodes_to_depth[len(self._tokens)]
-        tokens = torch.cat([root, *self._tokens])
+        nodes = tree.nodes_to_depth[len(self._candidates)]
+        levels = [each[level.rows, level.ranks] for each, level in zip(self._candidates, tree.levels)]
         proposals = torch.cat(self._proposals) if self._proposals else None
         return DraftTree(
-            tokens, tree.parents[:nodes], tree.depths[:nodes], tree.visible[:nodes, :nodes], proposals=proposals
+            torch.cat([root, *levels]),
+            tree.parents[:nodes],
+            tree.depths[:nodes],
+            tree.visible[:nodes, :nodes],
+            proposals=proposals,
         )
 
 
@@ -292,14 +312,16 @@ class DynamicRound:
 
     def __init__(self, tree: DynamicTree, max_depth: int):
         self._tree, self._max_depth = tree, max_depth
-        self._count = 0
-        # For each row of the next level: log-probability and index of the node that it continues.
-        self._row_scores: Tensor | None = None
-        self._row_nodes: Tensor | None = None
+        # Of each level, flat: the candidates' log-probabilities and tokens, and the candidates that the next level
+        # continues.
         self._scores: list[Tensor] = []
         self._tokens: list[Tensor] = []
-        self._parents: list[Tensor] = []
-        self._depth = 0
+        self._continued: list[Tensor] = []
+        self._row_scores: Tensor | None = None
+        # On the host, of each level: the node before each candidate. `None` before the candidates are there.
+        self._parents: list[Tensor] | None = None
+        # Tokens of a path that was added.
+        self._path_length = 0
 
     def add(self, log_probs: Tensor, token_ids: Tensor) -> None:
         """
@@ -309,32 +331,57 @@ class DynamicRound:
             log_probs (`torch.Tensor` of shape `(rows, max_children)`): log-probabilities, in descending order.
             token_ids (`torch.LongTensor` of the same shape): the candidates, in the target's vocabulary.
         """
-        if self._row_scores is None or self._row_nodes is None:
-            self._row_scores = log_probs.new_zeros(1)
-            self._row_nodes = token_ids.new_full((1,), -1)
         # A log-probability is at most 0, so a child's score is at most its parent's.
-        self._scores.append((self._row_scores[:, None] + log_probs).reshape(-1))
+        scores = log_probs if self._row_scores is None else self._row_scores[:, None] + log_probs
+        self._scores.append(scores.reshape(-1))
         self._tokens.append(token_ids.reshape(-1))
-        self._parents.append(self._row_nodes[:, None].expand_as(token_ids).reshape(-1))
-        self._count += token_ids.numel()
-        self._depth += 1
 
     def branches(self) -> Branches | None:
         """The most probable nodes of the last level, or `None` if no further level is allowed."""
-        if self._depth in (0, self._max_depth):
+        depth = len(self._scores)
+        if depth in (0, self._max_depth):
             return None
-        scores, tokens = self._scores[-1], self._tokens[-1]
-        best = scores.topk(min(self._tree.width, scores.shape[0]))
+        best = self._most_probable(depth)
+        self._continued.append(best.indices)
         self._row_scores = best.values
-        self._row_nodes = self._count - scores.shape[0] + best.indices
-        return Branches(best.indices // self._tree.max_children, tokens[best.indices], best.values, self._depth)
+        rows = best.indices // self._tree.max_children
+        return Branches(rows, self._tokens[-1][best.indices], best.values, depth)
 
-    def best(self) -> Tensor:
-        """Log-probabilities of the most probable nodes so far, at most `num_nodes`, in descending order."""
+    def paths(self, depth: int) -> Branches:
+        """The paths that the level behind `depth` would continue; see `branches`."""
+        best = self._most_probable(depth)
+        return Branches(best.indices, best.indices, best.values, depth)
+
+    def best(self, depth: int | None = None) -> Tensor:
+        """Log-probabilities of the most probable nodes of `depth` levels, at most `num_nodes`, in descending order."""
         if not self._scores:
             return torch.empty(0)
-        scores = torch.cat(self._scores)
+        scores = torch.cat(self._scores[:depth])
         return scores.topk(min(self._tree.num_nodes, scores.shape[0])).values
+
+    def candidates(self) -> list[Tensor]:
+        """What [`collect`] brings to the host: nothing if it is there."""
+        if self._parents is not None or not self._scores:
+            return []
+        return [torch.cat(self._scores), torch.cat(self._tokens + self._continued)]
+
+    def take(self, candidates: list[Tensor]) -> None:
+        """Takes `candidates` on the host."""
+        if self._parents is not None:
+            return
+        self._parents = []
+        if not candidates:
+            return
+        counts = [each.shape[0] for each in self._scores]
+        self._scores = list(candidates[0].split(counts))
+        # A level behind which nothing was drafted has branches, and no level continues them.
+        parts = candidates[1].split(counts + [each.shape[0] for each in self._continued])
+        self._tokens, self._continued = list(parts[: len(counts)]), list(parts[len(counts) :])
+        nodes, first = torch.full((1,), -1), 0
+        for level, count in enumerate(counts):
+            self._parents.append(nodes.repeat_interleave(count // nodes.shape[0]))
+            if level + 1 < len(counts):
+                nodes, first = first + self._continued[level], first + count
 
     def add_path(self, token_ids: Tensor, log_probs: Tensor) -> None:
         """
@@ -342,9 +389,11 @@ class DynamicRound:
         already keeps the greater of both log-probabilities.
 
         Args:
-            token_ids (`torch.LongTensor` of shape `(length,)`): the tokens of the path.
+            token_ids (`torch.LongTensor` of shape `(length,)`): the tokens of the path, on the host.
             log_probs (`torch.Tensor` of shape `(length,)`): log-probability of the path up to each token.
         """
+        collect([self])
+        assert self._parents is not None
         node, depth, first = token_ids.new_full((1,), -1), 0, 0
         for scores, tokens, parents in zip(self._scores, self._tokens, self._parents):
             if depth == token_ids.shape[0]:
@@ -356,36 +405,61 @@ class DynamicRound:
             node, depth, first = first + found, depth + 1, first + scores.shape[0]
         new = token_ids.shape[0] - depth
         if new > 0:
-            later = torch.arange(self._count, self._count + new - 1, device=token_ids.device)
+            count = sum(each.shape[0] for each in self._scores)
             self._scores.append(log_probs[depth:])
             self._tokens.append(token_ids[depth:])
-            self._parents.append(torch.cat((node, later)))
-            self._count += new
-            self._depth = max(self._depth, token_ids.shape[0])
+            self._parents.append(torch.cat((node, torch.arange(count, count + new - 1))))
+            self._path_length = token_ids.shape[0]
 
     def finish(self, root: Tensor, size: Callable[[Tensor], int] = len) -> DraftTree:
         """
         The tree to verify.
 
         Args:
-            root (`torch.LongTensor` of shape `(1,)`): the newest token.
+            root (`torch.LongTensor` of shape `(1,)`): the newest token, on the host.
             size (`Callable[[Tensor], int]`, *optional*):
                 Returns the number of nodes to keep, given their log-probabilities in descending order. By default all
                 nodes are kept.
         """
+        collect([self])
         if not self._scores:
             return single_node(root)
+        assert self._parents is not None
+        scores = torch.cat(self._scores)
         # Parents have smaller numbers, so a stable sort keeps a parent before a child of the same probability.
-        best = torch.cat(self._scores).sort(descending=True, stable=True)
+        best = scores.sort(descending=True, stable=True)
         count = size(best.values[: self._tree.num_nodes])
         if count == 0:
             return single_node(root)
         chosen = best.indices[:count].sort().values
-        place = torch.zeros(self._count + 1, dtype=torch.long, device=root.device)
-        place[chosen] = torch.arange(1, count + 1, device=root.device)
+        place = torch.zeros(scores.shape[0] + 1, dtype=torch.long)
+        place[chosen] = torch.arange(1, count + 1)
         # Parent -1 reads the last entry of `place`, which is 0: the root.
-        parents = torch.cat((root.new_zeros(1), place[torch.cat(self._parents)[chosen]]))
-        visible = ancestor_mask(parents, self._depth)
+        parents = F.pad(place[torch.cat(self._parents)[chosen]], (1, 0))
+        visible = ancestor_mask(parents, max(len(self._scores), self._path_length))
         tokens = torch.cat((root, torch.cat(self._tokens)[chosen]))
-        log_probs = torch.nn.functional.pad(torch.cat(self._scores)[chosen], (1, 0))
-        return DraftTree(tokens, parents, visible.sum(dim=1) - 1, visible, log_probs)
+        return DraftTree(tokens, parents, visible.sum(dim=1) - 1, visible, F.pad(scores[chosen], (1, 0)))
+
+    def _most_probable(self, depth: int) -> torch.return_types.topk:
+        scores = self._scores[depth - 1]
+        return scores.topk(min(self._tree.width, scores.shape[0]))
+
+
+def collect(rounds: Sequence[StaticRound | DynamicRound]) -> None:
+    """Brings the candidates of some rounds to the host, in one transfer. A round that is there stays as it is."""
+    parts = [each.candidates() for each in rounds]
+    found = to_host(*itertools.chain.from_iterable(parts))
+    for each, part in zip(rounds, parts):
+        each.take([found.pop(0) for _ in part])
+
+
+def to_host(*tensors: Tensor) -> list[Tensor]:
+    """
+    Copies tensors of 32 or 64 bits a value to the host, in one transfer if they are on another device: the host waits
+    once.
+    """
+    if all(each.device.type == "cpu" for each in tensors):
+        return list(tensors)
+    words = [each.reshape(-1).view(torch.int32) for each in tensors]
+    found = torch.cat(words).cpu().split([each.shape[0] for each in words])
+    return [part.view(each.dtype).view(each.shape) for part, each in zip(found, tensors)]

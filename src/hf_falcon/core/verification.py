@@ -9,6 +9,7 @@ seed the same sample, up to the rounding of the target's own logits.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 
@@ -25,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .hook import allowed_tokens_function, pad_token
 from .statistics import NearTies
-from .tree import DraftTree
+from .tree import DraftTree, to_host
 
 # Steps that the fastest row may be ahead of the slowest: the noise of a step is kept until all rows have used it.
 MOST_STEPS_AHEAD = 64
@@ -55,16 +56,13 @@ class StepNoise:
             step (`int`): which token of the row it is, from 0; its noise must not be dropped yet.
 
         Returns:
-            `torch.LongTensor` of shape `(1,)`.
-
-        Raises:
-            `RuntimeError`: as `torch.multinomial`: if probabilities are negative, infinite or NaN.
+            `torch.LongTensor` of shape `(1,)`; -1 if probabilities are negative, infinite or NaN.
         """
-        if not bool((probs >= 0).all() & probs.isfinite().all()):
-            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         while self._first + len(self._steps) <= step:
             self._steps.append(torch.empty_like(probs.expand(self._rows, -1).contiguous()).exponential_())
-        return (probs / self._steps[step - self._first][row]).argmax(dim=-1)
+        # Asked of the token, not of the device now: `emit` refuses the token -1.
+        is_valid = (probs >= 0).all() & probs.isfinite().all()
+        return torch.where(is_valid, (probs / self._steps[step - self._first][row]).argmax(dim=-1), -1)
 
     def drop(self, steps: int) -> None:
         """Drops the noise of all steps before `steps`, which no row needs any more."""
@@ -72,9 +70,21 @@ class StepNoise:
         self._first = max(self._first, steps)
 
 
+# Criteria that read token ids alone, and so are asked on the host; by exact type, as a subclass may differ.
+_HOST_CRITERIA = {
+    generation.EosTokenCriteria,
+    generation.MaxLengthCriteria,
+    generation.MaxTimeCriteria,
+    generation.StopStringCriteria,
+}
+
+
 class TokenSequence:
     """
     The sequence of one `generate` call: chooses tokens as plain decoding does, and ends where it ends.
+
+    The tokens are on the host, where most stopping criteria are asked. They are copied to the target's device when
+    something reads them there.
 
     Args:
         input_ids (`torch.LongTensor` of shape `(1, length)`): the prompt.
@@ -96,14 +106,17 @@ class TokenSequence:
         streamer: BaseStreamer | None = None,
         draw: Callable[[Tensor], Tensor] | None = None,
     ):
-        self.input_ids = input_ids
+        # All tokens, of shape `(1, length)`, on the host.
+        self.token_ids = input_ids.cpu()
+        self._input_ids = input_ids
         self.finished = False
         self.prompt_length = input_ids.shape[1]
         self.max_length: int = generation_config.max_length
         returns_dict = generation_config.return_dict_in_generate
         self.scores: tuple[Tensor, ...] | None = () if returns_dict and generation_config.output_scores else None
         self.logits: tuple[Tensor, ...] | None = () if returns_dict and generation_config.output_logits else None
-        self.near_ties = NearTies()
+        # Only a call that returns statistics pays for them.
+        self.near_ties = NearTies() if returns_dict else None
         self._processors = logits_processor
         self._criteria = stopping_criteria
         self._do_sample = generation_config.do_sample
@@ -111,19 +124,28 @@ class TokenSequence:
         self._draw = draw or _draw
 
     @property
+    def input_ids(self) -> Tensor:
+        """All tokens, of shape `(1, length)`, on the target's device."""
+        known = self._input_ids.shape[1]
+        if known < self.token_ids.shape[1]:
+            new = self.token_ids[:, known:].to(self._input_ids.device)
+            self._input_ids = torch.cat((self._input_ids, new), dim=1)
+        return self._input_ids
+
+    @property
     def root(self) -> Tensor:
-        """The newest token, of shape `(1,)`."""
-        return self.input_ids[0, -1:]
+        """The newest token, of shape `(1,)`, on the host."""
+        return self.token_ids[0, -1:]
 
     @property
     def tokens_left(self) -> int:
         """Tokens until `max_length`."""
-        return self.max_length - self.input_ids.shape[1]
+        return self.max_length - self.token_ids.shape[1]
 
     @property
     def new_tokens(self) -> int:
         """Tokens that were emitted."""
-        return self.input_ids.shape[1] - self.prompt_length
+        return self.token_ids.shape[1] - self.prompt_length
 
     @property
     def is_argmax(self) -> bool:
@@ -143,12 +165,13 @@ class TokenSequence:
         scores = self.process(logits)
         if self._do_sample:
             return self._draw(scores.softmax(dim=-1))
-        self.near_ties.observe(logits, scores)
+        if self.near_ties is not None:
+            self.near_ties.observe(logits, scores)
         return scores.argmax(dim=-1)
 
     def process(self, logits: Tensor) -> Tensor:
         """The scores that the next token is chosen by, in float32, of the shape of `logits`; see `choose`."""
-        raw = logits.to(device=self.input_ids.device, dtype=torch.float32, copy=True)
+        raw = logits.to(device=self._input_ids.device, dtype=torch.float32, copy=True)
         scores = self._processors(self.input_ids, raw)
         if self.scores is not None:
             self.scores += (scores,)
@@ -156,12 +179,29 @@ class TokenSequence:
             self.logits += (raw,)
         return scores
 
-    def emit(self, token: Tensor) -> None:
-        """Appends a token of shape `(1,)`, streams it, and asks the stopping criteria."""
-        self.input_ids = torch.cat((self.input_ids, token[None].to(self.input_ids.device)), dim=1)
+    def without_newest(self) -> TokenSequence:
+        """A copy without the newest token."""
+        other = copy.copy(self)
+        other.token_ids, other._input_ids = self.token_ids[:, :-1], self.input_ids[:, :-1]
+        return other
+
+    def emit(self, token: int) -> None:
+        """
+        Appends a token, streams it, and asks the stopping criteria.
+
+        Raises:
+            `RuntimeError`: as `torch.multinomial`, for the token -1: no token can be drawn from the probabilities.
+        """
+        if token < 0:
+            raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
+        self.token_ids = torch.cat((self.token_ids, torch.tensor([[token]])), dim=1)
         if self.streamer is not None:
-            self.streamer.put(token.cpu())
-        self.finished = bool(self._criteria(self.input_ids, self.scores).all())
+            self.streamer.put(self.token_ids[0, -1:])
+        self.finished = False
+        for criterion in self._criteria:
+            ids = self.token_ids if type(criterion) in _HOST_CRITERIA else self.input_ids
+            answer = criterion(ids, self.scores)
+            self.finished |= bool(answer.all() if isinstance(answer, Tensor) else answer)
 
 
 def _draw(probs: Tensor) -> Tensor:
@@ -179,18 +219,22 @@ def verify(tree: DraftTree, logits: Tensor, sequence: TokenSequence) -> tuple[Te
 
     Returns:
         The nodes whose tokens belong in the target's cache, the root first (`torch.LongTensor`): as many as tokens
-        were emitted, as the last emitted token has not been run. And how many emitted tokens were draft tokens.
+        were emitted, as the last emitted token has not been run. They are on the host. And how many emitted tokens
+        were draft tokens.
     """
     if sequence.is_argmax:
-        accepted_path, tokens = greedy_path(tree, logits)
+        # The first of equal maxima, like `argmax`, which takes several times as long on a CPU.
+        [choices] = to_host(logits.max(dim=-1).indices)
+        path, tokens = greedy_path(tree, choices)
         emitted = 0
-        for token in tokens.split(1):
+        for token in tokens.tolist():
             sequence.emit(token)
             emitted += 1
             if sequence.finished:
                 break
-        sequence.near_ties.observe(logits[accepted_path[:emitted]])
-        return accepted_path[:emitted], min(emitted, accepted_path.shape[0] - 1)
+        if sequence.near_ties is not None:
+            sequence.near_ties.observe(logits[path[:emitted].to(logits.device)])
+        return path[:emitted], min(emitted, path.shape[0] - 1)
     return walk(tree, sequence, lambda node, children: sequence.choose(logits[node][None]))
 
 
@@ -209,27 +253,28 @@ def walk(tree: DraftTree, sequence: TokenSequence, choose: Callable[[int, list[i
     path, node, accepted = [0], 0, 0
     while True:
         children = [i for i in range(node + 1, len(parents)) if parents[i] == node]
-        token = choose(node, children)
-        sequence.emit(token)
-        chosen = int(token)
+        chosen = int(choose(node, children))
+        sequence.emit(chosen)
         child = next((i for i in children if drafted[i] == chosen), None)
         accepted += child is not None
         if child is None or sequence.finished:
-            return torch.tensor(path, device=tree.token_ids.device), accepted
+            return torch.tensor(path), accepted
         path.append(child)
         node = child
 
 
-def greedy_path(tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor]:
+def greedy_path(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor]:
     """
     The longest path that greedy decoding takes, without a loop: a match flag for each node, and all ancestors' flags.
+
+    Args:
+        tree ([`DraftTree`]): the tree of the round.
+        choices (`torch.LongTensor` of shape `(nodes,)`): the target's next token after each node, on the host.
 
     Returns:
         The path's nodes, the root first, of shape `(accepted + 1,)`, and the tokens to emit, of the same shape: the
         accepted ones and the target's own next one.
     """
-    # The first of equal maxima, like `argmax`, which takes several times as long on a CPU.
-    choices = logits.max(dim=-1).indices
     matches = tree.token_ids == choices[tree.parents]
     matches[0] = True
     accepted = (matches | ~tree.visible).all(dim=1)
@@ -263,7 +308,7 @@ class BatchSequence:
     ):
         self.prompts = input_ids
         # Recorded for a single row only: see [`DraftStatistics`].
-        self.near_ties = NearTies()
+        self.near_ties = None
         self.noise = StepNoise(input_ids.shape[0])
         self.samples = generation_config.do_sample
         self.rows = [
@@ -276,19 +321,27 @@ class BatchSequence:
             )
             for row, ids in enumerate(input_ids.split(1))
         ]
-        self._padding = pad_token(generation_config)
+        for sequence in self.rows:
+            sequence.near_ties = None
+        padding = pad_token(generation_config)
+        self._padding = None if padding is None else int(padding)
         self._streamer = streamer
         self._streamed = 0
 
     @property
     def input_ids(self) -> Tensor:
-        """All rows, of shape `(rows, length)`, with padding behind those that ended early."""
-        rows = [row.input_ids[0] for row in self.rows]
+        """See `token_ids`; on the target's device."""
+        return self.token_ids.to(self.prompts.device)
+
+    @property
+    def token_ids(self) -> Tensor:
+        """All rows, of shape `(rows, length)`, with padding behind those that ended early; on the host."""
+        rows = [row.token_ids[0] for row in self.rows]
         if len({len(row) for row in rows}) == 1:
             return torch.stack(rows)
         # A row ends before the others by an EOS token only, and then `generate` has a padding token.
         assert self._padding is not None
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=int(self._padding))
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._padding)
 
     @property
     def new_tokens(self) -> int:
@@ -311,8 +364,8 @@ class BatchSequence:
         self.noise.drop(steps)
         if self._streamer is not None and steps > self._streamed:
             first = self.prompts.shape[1]
-            for step in self.input_ids[:, first + self._streamed : first + steps].unbind(dim=1):
-                self._streamer.put(step.cpu())
+            for step in self.token_ids[:, first + self._streamed : first + steps].unbind(dim=1):
+                self._streamer.put(step)
             self._streamed = steps
             if all(row.finished for row in self.rows):
                 self._streamer.end()
