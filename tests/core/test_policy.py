@@ -25,7 +25,6 @@ from hf_falcon.core.policy import (
 )
 from hf_falcon.core.tree import Branches, DraftTree, DynamicRound, DynamicTree, single_node
 
-CPU = torch.device("cpu")
 PATHS = Branches(torch.arange(2), torch.arange(2), torch.tensor([0.5, 0.2]).log())
 
 
@@ -33,7 +32,7 @@ def adaptive(stats=None, nodes=8, node_cost=0.05, pass_cost=0.1, **options) -> A
     costs = Costs({0: 1.0, nodes: 1.0 + nodes * node_cost})
     costs.draft_pass = costs.commit = costs._mean_pass = costs._mean_commit = pass_cost
     options = DraftOptions(num_assistant_tokens=nodes, **options)
-    return AdaptivePolicy(options, stats or AcceptanceStats(), costs, 12, CPU)
+    return AdaptivePolicy(options, stats or AcceptanceStats(), costs, block_size=2)
 
 
 def continues(decision: DraftDecision, branches: Branches = PATHS) -> bool:
@@ -65,7 +64,7 @@ def test_kept_calibration_is_where_the_statistics_start():
     stats.depth(1).observe(1.0)
     known = stats.depth(1).value
     costs = Costs({0: 1.0, 8: 1.4})
-    policy = AdaptivePolicy(DraftOptions(draft_calibration=[0.5, 0.25]), stats, costs, 3, CPU)
+    policy = AdaptivePolicy(DraftOptions(draft_calibration=[0.5, 0.25]), stats, costs, block_size=1)
     # What this process has observed stays; the depth without an observation starts from what was kept.
     assert stats.depth(1).value == known
     decision = policy.decide()

@@ -218,12 +218,15 @@ def drafting(
         features = tap.take()
         generator = FalconCandidateGenerator(drafter, target, options)
         for place in range(1, text.shape[1] - 1):
-            watch, generator.policy = Stopwatch(), (recorder := _Recorder(options))
+            watch, generator.policy = Stopwatch(drafter.device), (recorder := _Recorder(options))
             new = slice(0, 2) if place == 1 else slice(place, place + 1)
             generator.commit(features[:, new], text[:, new.start + 1 : new.stop + 1])
-            commits.append(watch.lap())
+            watch.lap()
             generator.propose(text[:, : place + 2], generator.max_depth)
-            passes.append(watch.lap() / options.num_draft_passes)
+            watch.lap()
+            committing, drafting = watch.seconds(wait=True) or (0.0, 0.0)
+            commits.append(committing)
+            passes.append(drafting / options.num_draft_passes)
             if len(recorder.expected) == options.num_draft_passes:
                 total += torch.stack(recorder.expected)
                 places += 1

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer
@@ -20,9 +21,9 @@ _SPARE = 256
 
 class StackedRows:
     """
-    Keys and values of several layers in two buffers of shape `(layers, batch, heads, slots, head_dim)`. Rows are written
-    in place, and one copy moves the accepted rows of all layers. Full buffers grow by half, so a round takes the same
-    time at any context length.
+    Keys and values of several layers in two buffers of shape `(layers, batch, heads, slots, head_dim)`. Rows are
+    written in place, and one copy moves the accepted rows of all layers. Full buffers grow by half, so a round takes
+    the same time at any context length.
 
     Args:
         num_layers (`int`): the number of layers.
@@ -136,12 +137,12 @@ class StackedLayer(DynamicLayer):
         layer.keys = layer.values = None
 
     @property
-    def keys(self) -> Tensor:  # type: ignore[override]
+    def keys(self) -> Tensor:
         """All rows, of shape `(batch, heads, length, head_dim)`."""
         return self._stack.rows(self._index, self._length)[0]
 
     @property
-    def values(self) -> Tensor:  # type: ignore[override]
+    def values(self) -> Tensor:
         """See `keys`."""
         return self._stack.rows(self._index, self._length)[1]
 
@@ -172,15 +173,10 @@ def stack_layers(cache: Cache) -> list[StackedRows]:
     Returns:
         `list[StackedRows]`: the stacks. Layers of the same shape share one.
     """
-    alike: dict[Any, list[int]] = {}
-    for place, layer in enumerate(cache.layers):
-        if type(layer) is DynamicLayer and layer.get_seq_length() > 0:
-            form = tuple((*states.shape, states.dtype, states.device) for states in (layer.keys, layer.values))
-            alike.setdefault(form, []).append(place)
     stacks = []
-    for places in alike.values():
-        stacks.append(stack := StackedRows(len(places)))
-        for index, place in enumerate(places):
+    for alike in _alike({place: layer for place, layer in enumerate(cache.layers) if type(layer) is DynamicLayer}):
+        stacks.append(stack := StackedRows(len(alike)))
+        for index, place in enumerate(alike):
             cache.layers[place] = StackedLayer(cache.layers[place], stack, index)
     return stacks
 
@@ -200,39 +196,120 @@ class RowLengths:
     """
 
     def __init__(self, lengths: list[int], device: torch.device):
-        self.values = lengths
         self._device = device
+        self._slots: dict[tuple[int, torch.device], Tensor] = {}
+        self.values = lengths
 
-    def slots(self, count: int) -> Tensor:
-        """The next `count` slots of each row, of shape `(rows, count)`."""
-        return torch.tensor(self.values, device=self._device)[:, None] + torch.arange(count, device=self._device)
+    @property
+    def values(self) -> list[int]:
+        """Tokens of each row."""
+        return self._values
+
+    @values.setter
+    def values(self, lengths: list[int]) -> None:
+        self._values = lengths
+        self._slots.clear()
+
+    def slots(self, count: int, device: torch.device | None = None) -> Tensor:
+        """The next `count` slots of each row, of shape `(rows, count)`. They are made once a round, not by layer."""
+        place = count, device or self._device
+        if place not in self._slots:
+            slots = torch.tensor(self._values)[:, None] + torch.arange(count)
+            self._slots[place] = slots.to(place[1])
+        return self._slots[place]
 
     def advance(self, counts: Sequence[int]) -> None:
         """Keeps the first `counts` new tokens of each row."""
-        self.values = [length + count for length, count in zip(self.values, counts)]
+        self.values = [length + count for length, count in zip(self._values, counts)]
+
+
+class RaggedRows:
+    """
+    Keys and values of several layers for rows of different lengths, in two buffers of shape
+    `(layers, rows, heads, slots, head_dim)`.
+
+    Args:
+        layers (`list[DynamicLayer]`): layers of the same shape that have run the prompt.
+        slots (`list[torch.Tensor]`): for each row, the slots of the prompt without padding.
+    """
+
+    def __init__(self, layers: list[DynamicLayer], slots: list[Tensor]):
+        longest = max(len(each) for each in slots)
+        self._buffers: list[Tensor] = []
+        for name in ("keys", "values"):
+            states: Tensor = getattr(layers[0], name)
+            buffer = states.new_zeros(len(layers), *states.shape[:2], longest + _SPARE, states.shape[-1])
+            for part, layer in zip(buffer, layers):
+                # A layer with a window has dropped the states before it.
+                states, dropped = getattr(layer, name), layer.get_seq_length() - layer.keys.shape[-2]
+                for row, each in enumerate(slots):
+                    kept = each[each >= dropped]
+                    part[row, :, len(each) - len(kept) : len(each)] = states[
+                        row, :, (kept - dropped).to(states.device)
+                    ]
+            self._buffers.append(buffer)
+
+    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, end: int) -> tuple[Tensor, Tensor]:
+        """Writes new states of a layer to `slots`; returns its states in the first `end` slots."""
+        if self._buffers[0].shape[3] < end:
+            self._buffers = [F.pad(buffer, (0, 0, 0, end + end // 2 - buffer.shape[3])) for buffer in self._buffers]
+        rows = self._row_numbers()
+        for part, states in zip((buffer[layer] for buffer in self._buffers), (keys, values)):
+            # With two index tensors around a slice, the dimension of the slice comes last.
+            part[rows, :, slots] = states.transpose(1, 2)
+        return self.rows(layer, end)
+
+    def rows(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
+        """Views of the states of a layer in the first `end` slots."""
+        keys, values = self._buffers
+        return keys[layer, :, :, :end], values[layer, :, :, :end]
+
+    def keep(self, sources: Tensor, targets: Tensor) -> None:
+        """Moves states of all layers from the slots `sources` to `targets`, both of shape `(rows, count)`."""
+        rows, device = self._row_numbers(), self._buffers[0].device
+        sources, targets = sources.to(device), targets.to(device)
+        for buffer in self._buffers:
+            buffer[:, rows, :, targets] = buffer[:, rows, :, sources]
+
+    def select(self, rows: Tensor) -> None:
+        """Drops all rows except the rows at these indices."""
+        self._buffers = [buffer.index_select(1, rows.to(buffer.device)) for buffer in self._buffers]
+
+    def padded(self, layer: int, slots: list[Tensor], prompt_length: int, length: int) -> list[Tensor]:
+        """See [`RaggedLayer.padded`]."""
+        found = []
+        for part in (buffer[layer] for buffer in self._buffers):
+            states = part.new_zeros(*part.shape[:2], length, part.shape[3])
+            for row, each in enumerate(slots):
+                end = len(each) + length - prompt_length
+                states[row, :, each.to(part.device)] = part[row, :, : len(each)]
+                states[row, :, prompt_length:] = part[row, :, len(each) : end]
+            found.append(states)
+        return found
+
+    def _row_numbers(self) -> Tensor:
+        return torch.arange(self._buffers[0].shape[1], device=self._buffers[0].device)[:, None]
 
 
 class RaggedLayer(DynamicLayer):
     """
     Keys and values of rows of different lengths.
 
-    A forward writes the new states of each row after the row's own length. [`RaggedLayer.keep`] and
+    A forward writes the new states of each row after the row's own length. [`RaggedRows.keep`] and
     [`RowLengths.advance`] then keep some of them. The layer keeps all states, also outside a sliding window: the mask
     applies the window.
 
     Args:
-        layer ([`DynamicLayer`]): a layer that has run the prompt.
-        slots (`list[torch.Tensor]`): for each row, the slots of the prompt without padding.
+        stack ([`RaggedRows`]): holds the states of this layer, and of others.
+        index (`int`): the place of this layer in it.
         lengths ([`RowLengths`]): lengths of the rows.
     """
 
-    def __init__(self, layer: DynamicLayer, slots: list[Tensor], lengths: RowLengths):
+    def __init__(self, stack: RaggedRows, index: int, lengths: RowLengths):
         super().__init__()
-        self.lazy_initialization(layer.keys, layer.values)
-        self._lengths = lengths
-        # A layer with a window has dropped the states before it.
-        dropped = layer.get_seq_length() - layer.keys.shape[-2]
-        self._buffers = [_Rows(states, slots, dropped) for states in (layer.keys, layer.values)]
+        self.is_initialized = True
+        self._stack, self._index, self._lengths = stack, index, lengths
+        self.keys, self.values = stack.rows(index, self.get_seq_length())
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """
@@ -241,71 +318,44 @@ class RaggedLayer(DynamicLayer):
         Returns:
             All states of the rows, of shape `(rows, heads, longest row + new, head_dim)`.
         """
-        slots = self._lengths.slots(key_states.shape[-2]).to(key_states.device)
-        end = max(self._lengths.values) + key_states.shape[-2]
-        self.keys, self.values = (
-            buffer.write(states, slots, end) for buffer, states in zip(self._buffers, (key_states, value_states))
-        )
+        new = key_states.shape[-2]
+        slots = self._lengths.slots(new, key_states.device)
+        end = self.get_seq_length() + new
+        self.keys, self.values = self._stack.write(self._index, key_states, value_states, slots, end)
         return self.keys, self.values
 
-    def keep(self, sources: Tensor, targets: Tensor) -> None:
-        """Moves states from the slots `sources` to the slots `targets`, both of shape `(rows, count)`."""
-        for buffer in self._buffers:
-            buffer.move(sources, targets)
-
-    def select(self, rows: Tensor) -> None:
-        """Drops all rows except the rows at these indices."""
-        for buffer in self._buffers:
-            buffer.select(rows)
-
-    def padded(self, slots: list[Tensor], prompt_length: int, length: int) -> tuple[Tensor, Tensor]:
+    def padded(self, slots: list[Tensor], prompt_length: int, length: int) -> list[Tensor]:
         """
         Keys and values in the layout of an ordinary layer, of shape `(rows, heads, length, head_dim)`. In the first
         `prompt_length` slots, the states of each row's prompt are in its `slots`, and padding is zero. The states of
         new tokens follow.
         """
-        keys, values = (buffer.padded(slots, prompt_length, length) for buffer in self._buffers)
-        return keys, values
+        return self._stack.padded(self._index, slots, prompt_length, length)
 
     def get_seq_length(self) -> int:
         """Tokens of the longest row."""
         return max(self._lengths.values)
 
 
-class _Rows:
-    """One buffer of shape `(rows, heads, slots, head_dim)`."""
+def ragged_layers(
+    layers: list[DynamicLayer], slots: list[Tensor], lengths: RowLengths
+) -> tuple[list[DynamicLayer], list[RaggedRows]]:
+    """A [`RaggedLayer`] for each layer that has rows, and the stacks that hold their states."""
+    ragged: dict[int, DynamicLayer] = dict(enumerate(layers))
+    stacks = []
+    for places in _alike(ragged):
+        stacks.append(stack := RaggedRows([layers[place] for place in places], slots))
+        ragged |= {place: RaggedLayer(stack, index, lengths) for index, place in enumerate(places)}
+    return list(ragged.values()), stacks
 
-    def __init__(self, states: Tensor, slots: list[Tensor], dropped: int):
-        longest = max(len(each) for each in slots)
-        self._states = states.new_zeros(*states.shape[:2], longest + _SPARE, states.shape[3])
-        for row, each in enumerate(slots):
-            kept = each.to(states.device)[each.to(states.device) >= dropped]
-            self._states[row, :, len(each) - len(kept) : len(each)] = states[row, :, kept - dropped]
 
-    def write(self, new: Tensor, slots: Tensor, end: int) -> Tensor:
-        if self._states.shape[2] < end:
-            grown = self._states.new_zeros(*self._states.shape[:2], end + end // 2, self._states.shape[3])
-            grown[:, :, : self._states.shape[2]] = self._states
-            self._states = grown
-        # With two index tensors around a slice, the dimension of the slice comes last.
-        self._states[self._row_numbers(), :, slots] = new.transpose(1, 2)
-        return self._states[:, :, :end]
-
-    def move(self, sources: Tensor, targets: Tensor) -> None:
-        sources, targets = sources.to(self._states.device), targets.to(self._states.device)
-        rows = self._row_numbers()
-        self._states[rows, :, targets] = self._states[rows, :, sources]
-
-    def select(self, rows: Tensor) -> None:
-        self._states = self._states.index_select(0, rows.to(self._states.device))
-
-    def padded(self, slots: list[Tensor], prompt_length: int, length: int) -> Tensor:
-        states = self._states.new_zeros(*self._states.shape[:2], length, self._states.shape[3])
-        for row, each in enumerate(slots):
-            end = len(each) + length - prompt_length
-            states[row, :, each.to(states.device)] = self._states[row, :, : len(each)]
-            states[row, :, prompt_length:] = self._states[row, :, len(each) : end]
-        return states
-
-    def _row_numbers(self) -> Tensor:
-        return torch.arange(self._states.shape[0], device=self._states.device)[:, None]
+def _alike(layers: dict[int, DynamicLayer]) -> list[list[int]]:
+    """The places of the layers that have rows, by the shape of a row: layers of one shape can share a stack."""
+    found: dict[Any, list[int]] = {}
+    for place, layer in layers.items():
+        if layer.get_seq_length() > 0:
+            assert layer.keys is not None and layer.values is not None
+            parts = (layer.keys, layer.values)
+            form = tuple((*states.shape[:2], states.shape[-1], states.dtype, states.device) for states in parts)
+            found.setdefault(form, []).append(place)
+    return list(found.values())

@@ -26,7 +26,16 @@ from .draft_options import DraftOptions
 from .modeling_falcon_draft import FalconDraftNetwork, LSTMState, additive_mask
 from .policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, RoundOutcome, RoundTime
 from .target_parts import FeatureTap, TargetHead
-from .tree import Branches, DraftTree, DynamicRound, DynamicTree, StaticRound, StaticTree, static_paths
+from .tree import (
+    Branches,
+    DraftTree,
+    DynamicRound,
+    DynamicTree,
+    StaticRound,
+    StaticTree,
+    collect,
+    static_paths,
+)
 
 # Lengths of the context's ends that are looked up, the longest first: a longer match is more often right.
 _LENGTHS = (8, 5, 4, 3, 2)
@@ -183,8 +192,9 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._match = LookupMatch([], 0)
         self._decision = DraftDecision()
         self._checks: list[PassCheck] = []
-        self._time = RoundTime()
-        self._passes = 0
+        self._watch = Stopwatch(self._device)
+        # Rows of the batch, new positions of this one, whether the drafter runs, and its passes.
+        self._rows, self._new_rows, self._drafts, self._passes = 1, 0, False, 0
 
     @property
     def max_depth(self) -> int:
@@ -231,7 +241,7 @@ class FalconCandidateGenerator(CandidateGenerator):
             [`DraftTree`]: of the root alone where nothing is drafted.
         """
         tree_round = self.draft(input_ids, max_depth)
-        self.add_lookup(tree_round)
+        self.complete(tree_round)
         return tree_round.finish(input_ids[0, -1:].cpu(), self._decision.size)
 
     def draft(self, input_ids: Tensor, max_depth: int, rows: int = 1) -> StaticRound | DynamicRound:
@@ -243,31 +253,38 @@ class FalconCandidateGenerator(CandidateGenerator):
             rows (`int`, *optional*, defaults to 1): rows of the batch that draft one after the other.
 
         Returns:
-            The round. After `add_lookup`, its `finish` makes the [`DraftTree`].
+            The round. After `complete`, its `finish` makes the [`DraftTree`].
         """
         self._match = self._look_up(input_ids, max_depth)
         self._decision = decision = self.policy.decide(self._match.matched, len(self._match.token_ids))
-        self._checks, self._passes, self._time = [], 0, RoundTime()
-        drafts, watch = decision.draft and max_depth > 0, Stopwatch()
+        self._checks, self._passes, self._drafts = [], 0, False
+        drafts, self._watch = decision.draft and max_depth > 0, Stopwatch(self._device)
+        self._rows, self._new_rows = rows, 0
         if drafts and self._uncommitted:
-            new = sum(each.shape[1] for each in self._uncommitted)
+            self._new_rows = new = sum(each.shape[1] for each in self._uncommitted)
             features, self._uncommitted = torch.cat(self._uncommitted, dim=1), []
             self.commit(features, input_ids[:, -new:], self._first_position, self._prompt_embeds)
-            seconds = watch.lap() * rows
-            # The commit of a prompt, or after a pause of drafting, says nothing of a round's.
-            self._time.commit = seconds if new <= _ROWS_OF_A_ROUND else None
+        self._watch.lap()
         tree_round = self._tree.start(max_depth)
         if drafts and self._block_features is not None:
             with self._acceleration.drafting(self.head):
                 self._draft_passes(tree_round, self._grow(tree_round, self._block_features, self._newest, 0))
-        self._time.drafting, self._time.passes = watch.lap() * rows, self._passes if drafts else None
+        self._watch.lap()
+        self._drafts = drafts
         return tree_round
 
-    def add_lookup(self, tree_round: StaticRound | DynamicRound) -> None:
-        """Adds the path of prompt lookup to a round that `draft` returned."""
-        if self._decision.lookup_log_probs and isinstance(tree_round, DynamicRound):
-            log_probs = torch.tensor(self._decision.lookup_log_probs)
-            tree_round.add_path(torch.tensor(self._match.token_ids), log_probs)
+    def complete(self, tree_round: StaticRound | DynamicRound) -> None:
+        """Brings a round that `draft` returned to the host, and adds the path of prompt lookup."""
+        collect([tree_round])
+        if isinstance(tree_round, DynamicRound):
+            if self._decision.passes is not None and self._decision.node_costs is not None:
+                # The questions that were not asked after each pass.
+                for depth in range(self._block_size, tree_round.depth + 1, self._block_size):
+                    check = self._decision.check_pass(tree_round.paths(depth), tree_round.best(depth))
+                    self._checks.append(check)
+            if self._decision.lookup_log_probs:
+                log_probs = torch.tensor(self._decision.lookup_log_probs)
+                tree_round.add_path(torch.tensor(self._match.token_ids), log_probs)
 
     def expected_gain(self, log_probs: Tensor) -> Tensor:
         """The gain of verifying nodes with these `log_probs` in the round; see [`DraftDecision.expected_gain`]."""
@@ -280,7 +297,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         accepted: int,
         features: Tensor,
         input_ids: Tensor,
-        seconds: float,
+        watch: Stopwatch,
         nodes: int | None = None,
     ) -> None:
         """
@@ -288,15 +305,15 @@ class FalconCandidateGenerator(CandidateGenerator):
 
         Args:
             tree ([`DraftTree`]): the tree that was verified.
-            path (`torch.LongTensor` of shape `(emitted,)`): its nodes that were right, the root first.
+            path (`torch.LongTensor` of shape `(emitted,)`): its nodes that were right, the root first; on the host.
             accepted (`int`): emitted tokens that were draft tokens.
             features (`torch.Tensor` of shape `(1, emitted, ...)`): the target's features of the path.
-            input_ids (`torch.LongTensor` of shape `(1, length)`): the sequence, emitted tokens included.
-            seconds (`float`): time of the target.
+            input_ids (`torch.LongTensor` of shape `(1, length)`): the sequence, emitted tokens included; on the host.
+            watch ([`Stopwatch`]): its lap is the target's forward.
             nodes (`int`, *optional*): nodes that the target ran for the sequence; defaults to the size of the tree.
         """
         self._uncommitted.append(features)
-        self._time.target, self._time.nodes = seconds, nodes or len(tree)
+        time = self._round_time(watch, nodes or len(tree))
         hits: list[bool] = []
         if self._match.token_ids:
             emitted = input_ids[0, input_ids.shape[1] - path.shape[0] :].tolist()
@@ -304,7 +321,18 @@ class FalconCandidateGenerator(CandidateGenerator):
                 hits.append(found == true)
                 if found != true:
                     break
-        self.policy.update(RoundOutcome(self._decision, tree, path, accepted, hits, self._checks, self._time))
+        self.policy.update(RoundOutcome(self._decision, tree, path, accepted, hits, self._checks, time))
+
+    def _round_time(self, watch: Stopwatch, nodes: int) -> RoundTime:
+        """The times of the round that are known: the device may still work, and is not waited for."""
+        time, target, drafting = RoundTime(nodes=nodes), watch.seconds(), self._watch.seconds()
+        time.passes = self._passes if self._drafts else None
+        time.target = None if target is None else sum(target)
+        if drafting is not None:
+            commit, time.drafting = (self._rows * lap for lap in drafting)
+            # The commit of a prompt, or after a pause of drafting, says nothing of a round's.
+            time.commit = commit if 0 < self._new_rows <= _ROWS_OF_A_ROUND else None
+        return time
 
     def commit(
         self, features: Tensor, next_token_ids: Tensor, first_position: int = 0, prompt_embeds: Tensor | None = None

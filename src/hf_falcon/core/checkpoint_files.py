@@ -291,7 +291,9 @@ def weights_fingerprint(model: PreTrainedModel) -> str | None:
         samples.append(values.to(torch.bfloat16).float() if matrix.dtype in _FINGERPRINT_DTYPES else values.float())
     if not samples:
         return None
-    digest = hashlib.sha256(torch.cat([sample.cpu() for sample in samples]).numpy().tobytes())
+    # One transfer to the host: the weights of a device are asked for together.
+    together = torch.cat([sample.to(samples[0].device) for sample in samples]).cpu()
+    digest = hashlib.sha256(together.numpy().tobytes())
     return digest.hexdigest()[:16]
 
 

@@ -47,15 +47,40 @@ _UNMEASURED_PASS, _STEP = 0.1, 1.5
 
 
 class Stopwatch:
-    """Seconds between laps."""
+    """
+    Times laps on a device. On CUDA, events mark the times on the device itself, and nothing waits for it.
 
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
+    Args:
+        device (`torch.device`): the device.
+    """
 
-    def lap(self) -> float:
-        """Seconds since the last lap."""
-        last, self._last = self._last, time.perf_counter()
-        return self._last - last
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._marks: list[Any] = []
+        self.lap()
+
+    def lap(self) -> None:
+        """Ends a lap. The first one began when the stopwatch was made."""
+        if self._device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(torch.cuda.current_stream(self._device))
+            self._marks.append(event)
+        else:
+            self._marks.append(time.perf_counter())
+
+    def seconds(self, wait: bool = False) -> list[float] | None:
+        """
+        The seconds of each lap. `None` if the device is still in the last lap; with `wait`, the host waits for its
+        end.
+        """
+        pairs = list(itertools.pairwise(self._marks))
+        if self._device.type != "cuda":
+            return [end - begin for begin, end in pairs]
+        if wait:
+            self._marks[-1].synchronize()
+        elif not self._marks[-1].query():
+            return None
+        return [begin.elapsed_time(end) / 1000 for begin, end in pairs]
 
 
 class Costs:

@@ -20,7 +20,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
 from .candidate_generator import FalconCandidateGenerator
-from .costs import CostKey, Stopwatch, costs_of
+from .costs import CostKey, costs_of
 from .draft_options import DraftOptions, set_by_call
 from .hook import is_user_defined, sample
 from .modeling_falcon_draft import FalconDraftNetwork
@@ -30,8 +30,8 @@ from .statistics import FalconGenerateOutput, StatisticsRecorder
 from .target_parts import TargetHead, check_target, was_trained_for
 from .target_run import BatchedTargetRun, LayerOutputs, TargetRun
 from .target_support import unsupported_batch_reason, unsupported_reason
-from .tree import DraftTree, collect, single_node
-from .verification import MOST_STEPS_AHEAD, BatchSequence, TokenSequence, verify
+from .tree import DraftTree, collect, single_node, to_host
+from .verification import MOST_STEPS_AHEAD, BatchSequence, TokenSequence, verify, verify_greedy
 
 logger = logging.get_logger(__name__)
 
@@ -156,8 +156,8 @@ def decode(
         sequence ([`TokenSequence`]): the sequence, of which the prompt is not run yet.
         verify (`Callable`, *optional*): verifies a tree; exactly by default.
     """
-    statistics = StatisticsRecorder(run.model.device)
-    with statistics.measure("target"):
+    statistics = StatisticsRecorder()
+    with statistics.measure("target", run.model.device):
         logits, features = run.prefill(sequence.input_ids)
     sequence.emit(int(sequence.choose(logits)))
     if sequence.finished:
@@ -165,16 +165,14 @@ def decode(
     policy = _policy(run, generator.drafter, generator.options, _depth_limit(run, sequence))
     generator.start(features, run.length - features.shape[1], policy, prompt_embeds=run.prompt_embeds)
     while not sequence.finished:
-        with statistics.measure("drafter"):
+        with statistics.measure("drafter", generator.drafter.device):
             tree = generator.propose(sequence.token_ids, _depth_limit(run, sequence))
-        watch = Stopwatch()
-        with statistics.measure("target"):
+        with statistics.measure("target", run.model.device) as watch:
             logits, features = run.score(tree, sequence.token_ids)
         path, accepted = verify(tree, logits, sequence)
-        seconds = watch.lap()
         run.accept(path, len(tree))
         features = features[:, path.to(features.device)]
-        generator.update(tree, path, accepted, features, sequence.token_ids, seconds)
+        generator.update(tree, path, accepted, features, sequence.token_ids, watch)
         statistics.add_round(len(tree) - 1, accepted)
     return statistics
 
@@ -193,8 +191,8 @@ def decode_batch(
         batch ([`BatchSequence`]): the rows.
         drops_rows (`bool`): whether rows that have ended leave the target's cache.
     """
-    statistics = StatisticsRecorder(run.model.device)
-    with statistics.measure("target"):
+    statistics = StatisticsRecorder()
+    with statistics.measure("target", run.model.device):
         logits, of_prompts = run.prefill(batch.prompts)
     # A row takes its features out once it drafts, so that nothing else keeps them.
     features = dict(enumerate(of_prompts))
@@ -224,17 +222,20 @@ def decode_batch(
                     generators[row] = FalconCandidateGenerator(drafter, run.model, options, head)
                     head = generators[row].head
                     generators[row].start(known, 0, policy, padding=batch.prompts.shape[1] - known.shape[1])
-        with statistics.measure("drafter"):
+        with statistics.measure("drafter", drafter.device):
             drafted = _propose({row: generators[row] for row in unfinished}, batch)
             trees = [drafted[row] if row in drafted else single_node(batch.rows[row].root) for row in cached]
-        watch = Stopwatch()
-        with statistics.measure("target"):
+        with statistics.measure("target", run.model.device) as watch:
             logits, scored = run.score(trees)
-        verified = [
-            verify(tree, logits[place, : len(tree)], batch.rows[row]) if row in unfinished else (no_path, 0)
-            for place, (row, tree) in enumerate(zip(cached, trees))
-        ]
-        seconds = watch.lap()
+        choices: Tensor | None = None
+        if all(sequence.is_argmax for sequence in batch.rows):
+            [choices] = to_host(logits.max(dim=-1).indices)
+        verified = [(no_path, 0)] * len(cached)
+        for place, (row, tree) in enumerate(zip(cached, trees)):
+            if row in unfinished and choices is not None:
+                verified[place] = verify_greedy(tree, choices[place, : len(tree)], batch.rows[row])
+            elif row in unfinished:
+                verified[place] = verify(tree, logits[place, : len(tree)], batch.rows[row])
         run.accept([path for path, _ in verified])
         for place, (row, tree) in enumerate(zip(cached, trees)):
             path, accepted = verified[place]
@@ -245,7 +246,7 @@ def decode_batch(
                     accepted,
                     scored[place : place + 1, path.to(scored.device)],
                     batch.rows[row].token_ids,
-                    seconds,
+                    watch,
                     logits.shape[1],
                 )
                 statistics.add_round(len(tree) - 1, accepted)
@@ -261,7 +262,7 @@ def _propose(generators: dict[int, FalconCandidateGenerator], batch: BatchSequen
     }
     collect(list(rounds.values()))
     for row, each in generators.items():
-        each.add_lookup(rounds[row])
+        each.complete(rounds[row])
     found = [each.best() for each in rounds.values()]
     best = torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=-torch.inf)
     gain = torch.stack([each.expected_gain(row) for each, row in zip(generators.values(), best)]).sum(dim=0)
@@ -307,10 +308,12 @@ def _policy(
     """
     model = run.model
     stats = acceptance_stats_of(drafter, model)
+    # On a device other than a CPU, a question after a pass would wait for the device.
+    ahead = drafter.device.type != "cpu"
     if limit < 1:
         return PlainPolicy(options, stats)
     if options.num_assistant_tokens_schedule == "constant" or options.draft_tree != "dynamic":
-        return DraftPolicy(options, stats)
+        return DraftPolicy(options, stats, ahead)
     key = CostKey.of(
         model, run.length, options.num_assistant_tokens, rows, run.acceleration.is_packed, run.acceleration.sizes
     )
@@ -318,7 +321,7 @@ def _policy(
     costs = costs_of(model, key, stats.costs, run.dry_run, tokens=limit + 1)
     if costs is None:
         return PlainPolicy(options, stats)
-    return AdaptivePolicy(options, stats, costs, options.num_draft_passes * drafter.config.block_size, drafter.device)
+    return AdaptivePolicy(options, stats, costs, drafter.config.block_size, ahead)
 
 
 def _depth_limit(run: TargetRun, sequence: TokenSequence) -> int:

@@ -92,6 +92,8 @@ class AcceptanceStats:
         # Rounds that drafting pauses for, rounds that it has paused, and drafted rounds left that probe whether it
         # pays.
         self.cooldown, self.paused_rounds, self.probes = _SHORTEST_COOLDOWN, 0, 0
+        # Means of the probability that a further pass continues a right path, after 1, 2, ... passes.
+        self.continuations: list[float] = []
         # Drafted rounds since one had a second pass.
         self.single_passes = 0
         self.costs: dict[CostKey, Costs] = {}
@@ -126,6 +128,16 @@ class AcceptanceStats:
         if len(self.depths) < depth:
             self.start_from([1.0] * depth)
         return self.depths[depth - 1]
+
+    def continuation_after(self, passes: int) -> float:
+        """The mean of what was observed after `passes` passes, from 1. Before any observation a pass is tried."""
+        return self.continuations[passes - 1] if passes <= len(self.continuations) else 1.0
+
+    def observe_continuation(self, passes: int, probability: float) -> None:
+        """Takes the probability after `passes` passes that a further one continues a right path."""
+        if passes > len(self.continuations):
+            self.continuations.append(probability)
+        self.continuations[passes - 1] += _NEW * (probability - self.continuations[passes - 1])
 
     def start_from(self, calibration: Sequence[float]) -> None:
         """Sets the calibration of the depths that have no observation yet."""
@@ -170,6 +182,7 @@ class DraftDecision:
         continuation (`Callable[[Branches], torch.Tensor]`): the probability that a further pass continues a right
         path.
         probe_pass (`bool`): whether a second pass is drafted whatever `continuation` is, to observe its gain.
+        passes (`int`, *optional*): how many passes are drafted, the first included; `None` decides after each pass.
         node_costs (`torch.Tensor` of shape `(nodes + 1,)`, *optional*):
             What verifying 0, 1, 2, ... draft nodes costs, in tokens. `None` verifies all nodes.
     """
@@ -251,16 +264,16 @@ class RoundTime:
 
     Args:
         commit (`float`, *optional*): of the commit; `None` where it says nothing of other rounds.
-        drafting (`float`): of the passes after the commit.
+        drafting (`float`, *optional*): of the passes after the commit; `None` where the device was not done yet.
         passes (`int`, *optional*): how many these are; `None` without any drafting.
-        target (`float`): of the target's forward.
+        target (`float`, *optional*): of the target's forward; `None` where the device was not done yet.
         nodes (`int`): nodes that the target ran.
     """
 
     commit: float | None = None
-    drafting: float = 0.0
+    drafting: float | None = None
     passes: int | None = None
-    target: float = 0.0
+    target: float | None = None
     nodes: int = 1
 
 
@@ -295,11 +308,15 @@ class DraftPolicy:
     Args:
         options ([`DraftOptions`]): options of the call.
         stats ([`AcceptanceStats`]): statistics of the drafter.
+        ahead (`bool`, *optional*, defaults to `False`):
+            Whether the number of passes is decided before the round, and not after each pass. On an accelerator the
+            question would wait for the device.
     """
 
-    def __init__(self, options: DraftOptions, stats: AcceptanceStats):
+    def __init__(self, options: DraftOptions, stats: AcceptanceStats, ahead: bool = False):
         self._options = options
         self._stats = stats
+        self._ahead = ahead
 
     def decide(self, matched: int = 0, found: int = 0) -> DraftDecision:
         """
@@ -313,6 +330,7 @@ class DraftPolicy:
             matched=matched,
             lookup_log_probs=self._lookup_log_probs(matched, found),
             pass_threshold=self._options.assistant_confidence_threshold,
+            passes=self._options.num_draft_passes if self._ahead else None,
         )
 
     def update(self, outcome: RoundOutcome) -> None:
@@ -341,22 +359,20 @@ class AdaptivePolicy(DraftPolicy):
     Drafts and verifies what pays.
 
     Args:
-        options, stats: see [`DraftPolicy`].
+        options, stats, ahead: see [`DraftPolicy`].
         costs ([`Costs`]): what a round costs here.
-        max_depth (`int`): tokens that a path may have at most.
-        device (`torch.device`): where trees are grown.
+        block_size (`int`): tokens of a draft pass.
     """
 
     def __init__(
-        self, options: DraftOptions, stats: AcceptanceStats, costs: Costs, max_depth: int, device: torch.device
+        self, options: DraftOptions, stats: AcceptanceStats, costs: Costs, block_size: int, ahead: bool = False
     ):
-        super().__init__(options, stats)
+        super().__init__(options, stats, ahead)
         stats.start_from(options.draft_calibration)
         self._costs = costs
-        self._max_depth = max_depth
+        self._max_depth = options.num_draft_passes * block_size
         # In plain steps, for 0, 1, 2, ... draft nodes.
-        self._target_times = costs.target(options.num_assistant_tokens)
-        self._device_times = torch.tensor(self._target_times, device=device)
+        self._target_times = torch.tensor(costs.target(options.num_assistant_tokens))
 
     def decide(self, matched: int = 0, found: int = 0) -> DraftDecision:
         """See [`DraftPolicy.decide`]."""
@@ -365,16 +381,26 @@ class AdaptivePolicy(DraftPolicy):
         likely = math.exp(log_probs[0]) if log_probs else 0.0
         # Where the looked-up path is right a pass adds nothing to it.
         gain = stats.pass_gain * (1.0 - likely)
+        threshold = stats.rate * self._costs.draft_pass / gain if gain > 0 else math.inf
+        probe_pass = stats.single_passes >= _LONGEST_SINGLE and likely < _LIKELY
         return DraftDecision(
             draft=self._should_draft(likely),
             matched=matched,
             lookup_log_probs=log_probs,
             calibration=tuple(self._correction(depth) for depth in range(1, self._max_depth + 1)),
-            pass_threshold=stats.rate * self._costs.draft_pass / gain if gain > 0 else math.inf,
+            pass_threshold=threshold,
             continuation=stats.continuation,
-            probe_pass=stats.single_passes >= _LONGEST_SINGLE and likely < _LIKELY,
-            node_costs=stats.rate * self._device_times,
+            probe_pass=probe_pass,
+            passes=self._passes_ahead(threshold, 2 if probe_pass else 1) if self._ahead else None,
+            node_costs=stats.rate * self._target_times,
         )
+
+    def _passes_ahead(self, threshold: float, least: int) -> int:
+        """The number of passes, by the mean of what earlier rounds showed after each pass."""
+        passes, most = 1, self._options.num_draft_passes
+        while passes < most and self._stats.continuation_after(passes) >= threshold:
+            passes += 1
+        return min(max(passes, least), most)
 
     def _should_draft(self, likely: float) -> bool:
         """Whether drafting pays, or is probed, where the first looked-up token is right with probability `likely`."""
@@ -401,11 +427,13 @@ class AdaptivePolicy(DraftPolicy):
         stats, costs, time, decision = self._stats, self._costs, outcome.time, outcome.decision
         # Where the context foretells the text, the outcome says little of the drafter and of text that is new.
         is_new_text = decision.lookup_probability < _LIKELY
-        verifying = self._target_times[time.nodes - 1]
-        costs.observe_target(verifying, time.target)
+        verifying = float(self._target_times[time.nodes - 1])
+        if time.target is not None:
+            costs.observe_target(verifying, time.target)
         cost = verifying
         if time.passes is not None:
-            costs.observe_drafting(time.commit, time.drafting, time.passes)
+            if time.drafting is not None:
+                costs.observe_drafting(time.commit, time.drafting, time.passes)
             drafting = costs.commit + costs.draft_pass * time.passes
             cost += drafting
             self._update_passes(outcome, is_new_text)
@@ -422,12 +450,16 @@ class AdaptivePolicy(DraftPolicy):
 
     def _update_passes(self, outcome: RoundOutcome, is_new_text: bool) -> None:
         """Updates the gain of a pass from each pass that another one followed."""
-        stats, checks = self._stats, outcome.checks
+        stats, checks, decision = self._stats, outcome.checks, outcome.decision
         for before, after in zip(checks, checks[1:]):
             gained = (after.gain - before.gain) / max(before.continuation, 1e-6)
             stats.pass_gain += _NEW * (min(gained, 1.0) - stats.pass_gain)
+        for passes, check in enumerate(checks, start=1):
+            stats.observe_continuation(passes, check.continuation)
         if checks and is_new_text:
-            has_second = checks[0].continuation >= outcome.decision.pass_threshold or outcome.decision.probe_pass
+            has_second = decision.probe_pass or checks[0].continuation >= decision.pass_threshold
+            if decision.passes is not None:
+                has_second = decision.passes > 1
             stats.single_passes = 0 if has_second else stats.single_passes + 1
 
     def _update_calibration(self, shares: list[float], outcome: RoundOutcome) -> None:

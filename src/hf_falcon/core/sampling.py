@@ -218,11 +218,11 @@ def decode_multi_root(
     run: TargetRun, generator: MultiRootCandidateGenerator, sequence: TokenSequence
 ) -> StatisticsRecorder:
     """See [`decoding.decode`]."""
-    statistics = StatisticsRecorder(run.model.device)
+    statistics = StatisticsRecorder()
     # Tokens are streamed once their root is chosen.
     streamer, sequence.streamer = sequence.streamer, None
     size, streamed = generator.block_size, sequence.token_ids.shape[1]
-    with statistics.measure("target"):
+    with statistics.measure("target", run.model.device):
         logits, held = run.prefill(sequence.input_ids)
     sequence.emit(int(sequence.choose(logits)))
     while True:
@@ -237,13 +237,13 @@ def decode_multi_root(
         limit = sequence.tokens_left - 1 if deepest is None else min(sequence.tokens_left - 1, deepest)
         rivals, log_probs = _rivals(sequence, logits, generator.options.draft_top_k - 1 if limit > 0 else 0)
         forks = {int(fork.root): fork for fork in (sequence, *rivals)}
-        with statistics.measure("drafter"):
+        with statistics.measure("drafter", generator.drafter.device):
             tokens, ready = sequence.token_ids[:, -held.shape[1] :], held.shape[1] - size
             if ready > 0:
                 generator.commit(held[:, :ready], tokens[:, :ready], run.length - held.shape[1])
                 held, tokens = held[:, ready:], tokens[:, ready:]
             tree = generator.propose_roots(held, tokens[:, :-1], torch.tensor(list(forks)), log_probs, limit)
-        with statistics.measure("target"):
+        with statistics.measure("target", run.model.device):
             scored, features = run.score(tree, sequence.token_ids)
         best, path, accepted = sequence, tree.parents[:0], -1
         # The token that the target drew comes first, and stays where no other is followed by more.

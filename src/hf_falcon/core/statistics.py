@@ -15,6 +15,8 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
+from .costs import Stopwatch
+
 # Units in the last place of the best logit, in the dtype of the logits.
 _UNITS = 2
 
@@ -133,27 +135,19 @@ class FalconGenerateOutput(GenerateDecoderOnlyOutput):
 class StatisticsRecorder:
     """Counts rounds and measures time during one `generate` call."""
 
-    def __init__(self, device: torch.device):
-        self._cuda = device.type == "cuda"
+    def __init__(self) -> None:
         self._start = time.perf_counter()
-        self._seconds = {"target": 0.0, "drafter": 0.0}
-        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._watches: dict[str, list[Stopwatch]] = {"target": [], "drafter": []}
         self._drafted: list[int] = []
         self._accepted: list[int] = []
 
     @contextmanager
-    def measure(self, part: str) -> Iterator[None]:
-        """Adds the time inside to `part`. On CUDA, events measure the device's time and no step waits for it."""
-        if self._cuda:
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            yield
-            end.record()
-            self._events.append((part, begin, end))
-        else:
-            begin_seconds = time.perf_counter()
-            yield
-            self._seconds[part] += time.perf_counter() - begin_seconds
+    def measure(self, part: str, device: torch.device) -> Iterator[Stopwatch]:
+        """Adds the time inside, on `device`, to `part`. Gives the stopwatch, whose lap ends with the context."""
+        watch = Stopwatch(device)
+        yield watch
+        watch.lap()
+        self._watches[part].append(watch)
 
     def add_round(self, drafted: int, accepted: int) -> None:
         """Records a round that verified `drafted` draft tokens and emitted `accepted` of them."""
@@ -162,11 +156,10 @@ class StatisticsRecorder:
 
     def result(self, new_tokens: int, near_ties: NearTies | None) -> DraftStatistics:
         """The statistics of the call, which emitted `new_tokens` tokens."""
-        seconds = dict(self._seconds)
-        if self._cuda:
-            torch.cuda.synchronize()
-            for part, begin, end in self._events:
-                seconds[part] += begin.elapsed_time(end) / 1000
+        seconds = {
+            part: sum(sum(watch.seconds(wait=True) or ()) for watch in watches)
+            for part, watches in self._watches.items()
+        }
         rounds, accepted = len(self._accepted), sum(self._accepted)
         elapsed = time.perf_counter() - self._start
         return DraftStatistics(

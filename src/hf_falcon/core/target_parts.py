@@ -143,7 +143,8 @@ class TargetHead:
 
     def embed(self, token_ids: Tensor) -> Tensor:
         """
-        The target's embeddings of `token_ids` of shape `(...)`, of shape `(..., hidden_size)`, on the drafter's device.
+        The target's embeddings of `token_ids` of shape `(...)`, of shape `(..., hidden_size)` and on the drafter's
+        device.
         """
         weight = self._embedding.weight
         with torch.no_grad():

@@ -13,7 +13,16 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from .acceleration import target_acceleration
-from .caches import RaggedLayer, RowLengths, StackedLayer, StackedRows, give_back, stack_layers
+from .caches import (
+    RaggedLayer,
+    RaggedRows,
+    RowLengths,
+    StackedLayer,
+    StackedRows,
+    give_back,
+    ragged_layers,
+    stack_layers,
+)
 from .hook import leave_past_recording, prefill
 from .modeling_falcon_draft import additive_mask
 from .target_parts import FeatureTap
@@ -347,6 +356,7 @@ class BatchedTargetRun:
         self._slots: list[Tensor] = []
         self._prompt_length = 0
         self._lengths = RowLengths([], model.device)
+        self._stacks: list[RaggedRows] = []
         # The difference between a token's position in plain decoding and its place in its row.
         self._offsets = torch.empty(0)
 
@@ -373,7 +383,7 @@ class BatchedTargetRun:
         features = tap.take()
         mask = self._model_kwargs.get("attention_mask")
         mask = torch.ones_like(input_ids) if mask is None else mask
-        self._slots = [row.nonzero()[:, 0] for row in mask]
+        self._slots = [row.nonzero()[:, 0] for row in mask.cpu()]
         self._prompt_length = input_ids.shape[1]
         self._lengths = RowLengths([len(slots) for slots in self._slots], self.model.device)
         positions = self._model_kwargs.get("position_ids")
@@ -382,7 +392,7 @@ class BatchedTargetRun:
             self._offsets += positions[:, -1].to(self.model.device) + 1 - self._lengths.slots(1)[:, 0]
         self.cache = outputs.past_key_values
         self._own_layers = self.cache.layers
-        self.cache.layers = [RaggedLayer(layer, self._slots, self._lengths) for layer in self._own_layers]
+        self.cache.layers, self._stacks = ragged_layers(self._own_layers, self._slots, self._lengths)
         rows = [features[row, slots.to(features.device)][None] for row, slots in enumerate(self._slots)]
         return outputs.logits[:, -1], rows
 
@@ -435,8 +445,8 @@ class BatchedTargetRun:
         if not sources.equal(targets):
             starts = self._lengths.slots(1)
             sources, targets = torch.stack((sources, targets)).to(starts.device) + starts
-            for layer in self.cache.layers:
-                layer.keep(sources, targets)
+            for stack in self._stacks:
+                stack.keep(sources, targets)
         self._lengths.advance(counts)
 
     def select(self, rows: Sequence[int]) -> None:
@@ -444,8 +454,8 @@ class BatchedTargetRun:
         indices = torch.tensor(rows, device=self.model.device)
         self._lengths.values = [self._lengths.values[row] for row in rows]
         self._offsets = self._offsets[indices]
-        for layer in self.cache.layers:
-            layer.select(indices)
+        for stack in self._stacks:
+            stack.select(indices)
 
     def dry_run(self, nodes: int) -> None:
         """A dummy forward, for timing: scores a root and `nodes` draft nodes in each row, and drops them."""
@@ -468,6 +478,8 @@ class BatchedTargetRun:
         self._run_rest(sequences[:, :-1])
         self.cache.layers = self._own_layers
         for own, layer in zip(self._own_layers, layers):
+            if not isinstance(layer, RaggedLayer):
+                continue
             own.keys, own.values = layer.padded(self._slots, self._prompt_length, length)
             if own.is_sliding:
                 own.cumulative_length = length

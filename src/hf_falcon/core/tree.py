@@ -347,6 +347,11 @@ class DynamicRound:
         rows = best.indices // self._tree.max_children
         return Branches(rows, self._tokens[-1][best.indices], best.values, depth)
 
+    @property
+    def depth(self) -> int:
+        """Levels so far."""
+        return len(self._scores)
+
     def paths(self, depth: int) -> Branches:
         """The paths that the level behind `depth` would continue; see `branches`."""
         best = self._most_probable(depth)

@@ -225,17 +225,32 @@ def verify(tree: DraftTree, logits: Tensor, sequence: TokenSequence) -> tuple[Te
     if sequence.is_argmax:
         # The first of equal maxima, like `argmax`, which takes several times as long on a CPU.
         [choices] = to_host(logits.max(dim=-1).indices)
-        path, tokens = greedy_path(tree, choices)
-        emitted = 0
-        for token in tokens.tolist():
-            sequence.emit(token)
-            emitted += 1
-            if sequence.finished:
-                break
+        path, accepted = verify_greedy(tree, choices, sequence)
         if sequence.near_ties is not None:
-            sequence.near_ties.observe(logits[path[:emitted].to(logits.device)])
-        return path[:emitted], min(emitted, path.shape[0] - 1)
+            sequence.near_ties.observe(logits[path.to(logits.device)])
+        return path, accepted
     return walk(tree, sequence, lambda node, children: sequence.choose(logits[node][None]))
+
+
+def verify_greedy(tree: DraftTree, choices: Tensor, sequence: TokenSequence) -> tuple[Tensor, int]:
+    """
+    Emits the longest path that greedy decoding takes, without a loop over the nodes.
+
+    Args:
+        tree, sequence: see [`verify`].
+        choices (`torch.LongTensor` of shape `(nodes,)`): the target's next token after each node, on the host.
+
+    Returns:
+        See [`verify`].
+    """
+    path, tokens = greedy_path(tree, choices)
+    emitted = 0
+    for token in tokens.tolist():
+        sequence.emit(token)
+        emitted += 1
+        if sequence.finished:
+            break
+    return path[:emitted], min(emitted, path.shape[0] - 1)
 
 
 def walk(tree: DraftTree, sequence: TokenSequence, choose: Callable[[int, list[int]], Tensor]) -> tuple[Tensor, int]:
