@@ -101,7 +101,7 @@ class Context:
         self._run.score(tree, self._ids)
         times.append(clock())
         # Some path that is not the first rows: rows are moved.
-        self._run.accept(torch.tensor([0, len(tree) - 1], device=root.device), len(tree))
+        self._run.accept(torch.tensor([0, len(tree) - 1]))
         times.append(clock())
         for part, begin, end in zip(PARTS, times, times[1:]):
             seconds[part].append(end - begin)

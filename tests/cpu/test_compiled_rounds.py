@@ -71,6 +71,15 @@ def test_trees_are_filled_up_and_larger_ones_run_as_they_are(target, backend):
         assert not backend.rows
 
 
+@pytest.mark.parametrize("name", ["qwen2-mixed", "mistral-window"])
+def test_padding_takes_no_rows_of_a_window(name, backend):
+    target = copy.deepcopy(tiny_target(name))
+    with hf_falcon.compiled_rounds(target, (8,), compiled_by(backend)):
+        for nodes, length in ((3, 9), (5, 30)):
+            tokens = prompt(length, length)
+            assert generate(target, tokens, drafter_of(target, nodes)) == generate(target, tokens)
+
+
 def test_the_cache_is_plain_decodings(target, backend):
     tokens, drafter = prompt(9), drafter_of(target)
     caches = DynamicCache(config=target.config), DynamicCache(config=target.config)

@@ -24,10 +24,12 @@ class TargetAcceleration:
     Attributes:
         sizes (`tuple[int, ...]`): numbers of nodes that forwards are compiled for, in ascending order.
         is_packed (`bool`): whether the target's weights are packed.
+        wants_static_shapes (`bool`): whether the cache has the same shapes and addresses in every round.
     """
 
     sizes: tuple[int, ...] = ()
     is_packed: bool = False
+    wants_static_shapes: bool = False
 
     def padded_size(self, nodes: int) -> int:
         """Nodes that a tree of `nodes` nodes is padded to before it is scored."""
@@ -53,9 +55,11 @@ class DrafterAcceleration:
 
     Attributes:
         head ([`TargetHead`], *optional*): a faster head than the one that the call would make.
+        wants_static_shapes (`bool`): see [`TargetAcceleration`]; of the drafter's cache.
     """
 
     head: TargetHead | None = None
+    wants_static_shapes: bool = False
 
     def __init__(self, drafter: FalconDraftNetwork):
         self.drafter = drafter

@@ -10,13 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 # Slots of a new buffer, at least.
 _SMALLEST = 256
 
 # Extra slots of a new buffer.
 _SPARE = 256
+
+# Static slots are a multiple of this number, so that calls of similar lengths have the same shapes.
+STATIC_SLOTS = 512
 
 
 class StackedRows:
@@ -27,10 +30,15 @@ class StackedRows:
 
     Args:
         num_layers (`int`): the number of layers.
+        static_slots (`int`, *optional*):
+            Slots of the buffers. Layers then return all slots, so that shapes and addresses stay the same from round
+            to round; if this many are not enough, the buffers grow all the same.
     """
 
-    def __init__(self, num_layers: int):
+    def __init__(self, num_layers: int, static_slots: int | None = None):
         self._num_layers = num_layers
+        self.is_static = static_slots is not None
+        self._slots = static_slots or 0
         # Keys and values; and for each layer, its part of both.
         self._buffers: list[Tensor] = []
         self._parts: list[tuple[Tensor, Tensor]] = []
@@ -45,13 +53,27 @@ class StackedRows:
             keys, values (`torch.Tensor` of shape `(batch, heads, rows, head_dim)`): the new rows.
 
         Returns:
-            Views of all rows so far, of shape `(batch, heads, start + rows, head_dim)`.
+            Views of all rows so far, of shape `(batch, heads, start + rows, head_dim)`; of all slots where these are
+            static.
         """
         end = start + keys.shape[-2]
         self.reserve(end, keys, values)
         for part, states in zip(self._parts[layer], (keys, values)):
             part[:, :, start:end] = states
-        return self.rows(layer, end)
+        return self.seen(layer, end)
+
+    def room(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
+        """As `write`, for a forward that writes its rows itself, up to `end`."""
+        self.reserve(end, *self._parts[layer])
+        return self.seen(layer, end)
+
+    def seen(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
+        """See the result of `write`. Static slots are the same tensors every time."""
+        return self._parts[layer] if self.is_static else self.rows(layer, end)
+
+    def seen_slots(self, end: int) -> int:
+        """The number of slots that `write` returns once `end` rows are written."""
+        return self._slots_for(end) if self.is_static else end
 
     def rows(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
         """Views of the first `end` rows of a layer; see `write`."""
@@ -60,16 +82,22 @@ class StackedRows:
 
     def reserve(self, end: int, keys: Tensor, values: Tensor) -> None:
         """Makes room for `end` rows of the shape and dtype of `keys` and `values`."""
-        if self._buffers and self._buffers[0].shape[-2] >= end:
+        slots, old = self._slots_for(end), self._buffers
+        if old and old[0].shape[-2] == slots:
             return
-        slots, old = max(_SMALLEST, end + end // 2), self._buffers
+        self._slots = slots
         self._buffers = [
-            states.new_empty(self._num_layers, *states.shape[:2], slots, states.shape[-1]) for states in (keys, values)
+            # Zeros: a slot that no row sees may not hold NaN.
+            states.new_zeros(self._num_layers, *states.shape[:2], slots, states.shape[-1])
+            for states in (keys, values)
         ]
         for buffer, before in zip(self._buffers, old):
             buffer[..., : before.shape[-2], :] = before
         keys_of_all, values_of_all = self._buffers
         self._parts = [(keys_of_all[layer], values_of_all[layer]) for layer in range(self._num_layers)]
+
+    def _slots_for(self, end: int) -> int:
+        return self._slots if end <= self._slots else max(_SMALLEST, end + end // 2)
 
     def keep(self, start: int, path: Tensor) -> None:
         """
@@ -97,7 +125,7 @@ class DraftCache(StackedRows):
         """Writes the rows of one pass; see [`StackedRows.write`]."""
         return self.write(layer, self.length, keys, values)
 
-    def room(self, rows: int) -> list[tuple[Tensor, Tensor]] | None:
+    def room_for(self, rows: int) -> list[tuple[Tensor, Tensor]] | None:
         """
         Buffers for a pass that writes its rows itself instead of calling `update`; `None` before the first pass.
 
@@ -109,9 +137,7 @@ class DraftCache(StackedRows):
         """
         if not self._parts:
             return None
-        end = self.length + rows
-        self.reserve(end, *self._parts[0])
-        return [self.rows(layer, end) for layer in range(self._num_layers)]
+        return [self.room(layer, self.length + rows) for layer in range(self._num_layers)]
 
     def advance(self, rows: int) -> None:
         """Keeps the rows of the last pass."""
@@ -152,6 +178,16 @@ class StackedLayer(DynamicLayer):
         self._length += key_states.shape[-2]
         return self._stack.write(self._index, start, key_states, value_states)
 
+    def room(self, new: int) -> tuple[Tensor, Tensor]:
+        """As `update`, for a forward that writes its `new` rows itself."""
+        self._length += new
+        return self._stack.room(self._index, self._length)
+
+    @property
+    def has_static_slots(self) -> bool:
+        """Whether `update` returns all slots, and always the same tensors."""
+        return self._stack.is_static
+
     def crop(self, tokens_to_remove: int) -> None:
         """Drops the last `-tokens_to_remove` rows."""
         self._length += tokens_to_remove
@@ -160,22 +196,30 @@ class StackedLayer(DynamicLayer):
         """The number of rows."""
         return self._length
 
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Length and offset of the keys that a forward of `query_length` tokens gets from `update`."""
+        return self._stack.seen_slots(self._length + query_length), 0
+
     def give_back(self) -> DynamicLayer:
         """Returns the original layer, with all rows."""
         self._layer.keys, self._layer.values = self.keys, self.values
         return self._layer
 
 
-def stack_layers(cache: Cache) -> list[StackedRows]:
+def stack_layers(cache: Cache, static_slots: int | None = None) -> list[StackedRows]:
     """
     Replaces every plain `DynamicLayer` of a cache that has rows by a [`StackedLayer`].
+
+    Args:
+        cache ([`Cache`]): the cache.
+        static_slots (`int`, *optional*): see [`StackedRows`].
 
     Returns:
         `list[StackedRows]`: the stacks. Layers of the same shape share one.
     """
     stacks = []
     for alike in _alike({place: layer for place, layer in enumerate(cache.layers) if type(layer) is DynamicLayer}):
-        stacks.append(stack := StackedRows(len(alike)))
+        stacks.append(stack := StackedRows(len(alike), static_slots))
         for index, place in enumerate(alike):
             cache.layers[place] = StackedLayer(cache.layers[place], stack, index)
     return stacks
@@ -184,6 +228,51 @@ def stack_layers(cache: Cache) -> list[StackedRows]:
 def give_back(cache: Cache) -> None:
     """Undoes [`stack_layers`]: restores the original layers, with all rows."""
     cache.layers = [layer.give_back() if isinstance(layer, StackedLayer) else layer for layer in cache.layers]
+
+
+def unfold_static(cache: Cache, window: int | None) -> list[StaticLayer]:
+    """
+    Replaces the layers of a static cache by dynamic ones with the same rows, which can drop rejected branches.
+
+    Args:
+        cache ([`Cache`]): the cache.
+        window (`int`, *optional*): the sliding window of the model.
+
+    Returns:
+        `list[StaticLayer]`: the layers that were replaced, for [`refill_static`]; empty for other caches.
+    """
+    static = [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
+    if len(static) < len(cache.layers):
+        return []
+    length = int(cache.get_seq_length())
+    for place, layer in enumerate(static):
+        dynamic = DynamicSlidingWindowLayer(window) if layer.is_sliding and window is not None else DynamicLayer()
+        if layer.is_initialized:
+            assert layer.keys is not None and layer.values is not None
+            rows = min(length, layer.max_cache_len)
+            dynamic.update(layer.keys[:, :, :rows], layer.values[:, :, :rows])
+            if isinstance(dynamic, DynamicSlidingWindowLayer):
+                dynamic.cumulative_length = length
+        cache.layers[place] = dynamic
+    return static
+
+
+def refill_static(cache: Cache, static: list[StaticLayer]) -> None:
+    """Undoes [`unfold_static`]: the layers hold what plain decoding with a static cache leaves there."""
+    if not static:
+        return
+    for layer, dynamic in zip(static, cache.layers):
+        if not dynamic.is_initialized:
+            continue
+        length, missing = dynamic.get_seq_length(), 0
+        if isinstance(layer, StaticSlidingWindowLayer):
+            # It keeps one row more, which no later token sees.
+            missing = min(length, layer.max_cache_len) - dynamic.keys.shape[-2]
+        layer.reset()
+        layer.update(*(F.pad(states, (0, 0, missing, 0)) for states in (dynamic.keys, dynamic.values)))
+        if isinstance(layer, StaticSlidingWindowLayer):
+            layer.cumulative_length_int = length
+    cache.layers = list(static)
 
 
 class RowLengths:

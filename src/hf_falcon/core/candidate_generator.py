@@ -20,10 +20,10 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .acceleration import drafter_acceleration
-from .caches import DraftCache
+from .caches import STATIC_SLOTS, DraftCache
 from .costs import Stopwatch
 from .draft_options import DraftOptions
-from .modeling_falcon_draft import FalconDraftNetwork, LSTMState, additive_mask
+from .modeling_falcon_draft import FalconDraftNetwork, LSTMState, additive_mask, hide_end
 from .policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, RoundOutcome, RoundTime
 from .target_parts import FeatureTap, TargetHead
 from .tree import (
@@ -171,7 +171,8 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._block_size = drafter.config.block_size
         self._device = drafter.device
         self._tree = self._build_tree()
-        self._cache = DraftCache(drafter.config.num_hidden_layers)
+        slots = STATIC_SLOTS if self._acceleration.wants_static_shapes else None
+        self._cache = DraftCache(drafter.config.num_hidden_layers, slots)
         self._lstm_state: LSTMState | None = None
         # Fused inputs of the last committed positions: a new cut into blocks runs up to k - 1 of them again.
         self._tail: Tensor | None = None
@@ -477,7 +478,9 @@ class FalconCandidateGenerator(CandidateGenerator):
                 Additive mask of the last `seen` rows of the cache; all rows before them are visible.
             first_place (`int`): place in the sequence of the rows with position 0 in the table.
         """
-        mask = F.pad(mask, (self._cache.length + table.ends.shape[1] - mask.shape[1], 0))[None, None]
+        end = self._cache.length + table.ends.shape[1]
+        mask = F.pad(mask, (end - mask.shape[1], 0))
+        mask = hide_end(mask, self._cache.seen_slots(end) - end)[None, None]
         positions = table.positions + (self._first_position + first_place)
         with self._acceleration.drafting(self.head):
             return self._acceleration.run_layers(fused, table.ends, positions, mask, self._cache)

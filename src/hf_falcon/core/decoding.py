@@ -170,7 +170,7 @@ def decode(
         with statistics.measure("target", run.model.device) as watch:
             logits, features = run.score(tree, sequence.token_ids)
         path, accepted = verify(tree, logits, sequence)
-        run.accept(path, len(tree))
+        run.accept(path)
         features = features[:, path.to(features.device)]
         generator.update(tree, path, accepted, features, sequence.token_ids, watch)
         statistics.add_round(len(tree) - 1, accepted)

@@ -50,6 +50,11 @@ def additive_mask(visible: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(visible, zero, torch.finfo(dtype).min)
 
 
+def hide_end(mask: Tensor, slots: int) -> Tensor:
+    """An additive mask with `slots` more slots at its end, which no row sees."""
+    return F.pad(mask, (0, slots), value=torch.finfo(mask.dtype).min) if slots else mask
+
+
 def block_ends(block_ids: Tensor) -> Tensor:
     """Index of the last position of each position's block; `block_ids` and the result have shape `(batch, length)`."""
     return torch.searchsorted(block_ids.contiguous(), block_ids.contiguous(), right=True) - 1

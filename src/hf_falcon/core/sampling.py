@@ -253,7 +253,7 @@ def decode_multi_root(
             found, count = verify(_subtree(tree, nodes), scored[nodes.to(scored.device)], fork)
             if count > accepted:
                 best, path, accepted = fork, nodes[found], count
-        run.accept(path, len(tree))
+        run.accept(path)
         held = torch.cat((held, features[:, path.to(features.device)]), dim=1)
         logits = scored[int(path[-1])][None]
         vars(sequence).update(vars(best))

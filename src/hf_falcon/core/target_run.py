@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,10 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers.cache_utils import StaticLayer
 from transformers.utils import ModelOutput
 
 from .acceleration import target_acceleration
 from .caches import (
+    STATIC_SLOTS,
     RaggedLayer,
     RaggedRows,
     RowLengths,
@@ -21,13 +24,18 @@ from .caches import (
     StackedRows,
     give_back,
     ragged_layers,
+    refill_static,
     stack_layers,
+    unfold_static,
 )
 from .hook import leave_past_recording, prefill
-from .modeling_falcon_draft import additive_mask
+from .modeling_falcon_draft import additive_mask, hide_end
 from .target_parts import FeatureTap
 from .target_support import SLIDING, layer_kinds, rope_boundary
 from .tree import DraftTree, star
+
+# Slots for the tree of a round, if it is no larger than most.
+_TREE_SLOTS = 128
 
 # For each emitted token one tensor a layer.
 Steps = tuple[tuple[Tensor, ...], ...]
@@ -129,6 +137,10 @@ class TargetRun:
         reads_layers = bool(feature_layers or self.layer_outputs.arguments)
         self.acceleration = target_acceleration(model, reads_layers=reads_layers)
         self._stacks: list[StackedRows] = []
+        self._static: list[StaticLayer] = []
+        # Nodes that the last forward added, with padding. They are dropped at once: a layer with a window that is
+        # cropped twice drops rows that are still in the window.
+        self._added = 0
         # Tokens in the cache that stay there if a round breaks off.
         self._kept: int | None = None
 
@@ -194,6 +206,7 @@ class TargetRun:
             with self._tap as tap:
                 outputs = self._outputs = self.model(**inputs, return_dict=True)
             self._adopt(outputs.past_key_values)
+            self._added = 1
             return outputs.logits[0, -1:], tap.take()[:, -1:]
         return self._forward(tree)
 
@@ -213,18 +226,17 @@ class TargetRun:
                 return_dict=True,
                 **self.layer_outputs.arguments,
             )
-        if nodes < len(tree):
-            self.cache.crop(nodes - len(tree))
+        self._added = len(tree)
         return outputs.logits[0, :nodes], tap.take()[:, :nodes]
 
-    def accept(self, path: Tensor, nodes: int) -> None:
+    def accept(self, path: Tensor) -> None:
         """
-        Keeps the nodes of `path` of the `nodes` nodes just scored, and drops the others.
+        Keeps the nodes of `path` of the nodes just scored, and drops the others.
 
         Args:
             path (`torch.LongTensor` of shape `(kept,)`): nodes to keep, in ascending order, on the host.
-            nodes (`int`): nodes that the last forward added.
         """
+        nodes = self._added
         self._keep_outputs(path, nodes)
         kept, start = path.shape[0], self.length - nodes
         # The path ascends: if its last row is in its place, all are.
@@ -254,7 +266,7 @@ class TargetRun:
             `torch.Tensor` of shape `(1 + nodes, vocab_size)`: their logits.
         """
         logits, _ = self._forward(star(nodes))
-        self.cache.crop(-(nodes + 1))
+        self.cache.crop(-self._added)
         return logits
 
     def finish(self) -> Cache:
@@ -263,21 +275,33 @@ class TargetRun:
             # A round that broke off leaves its tree there; in some layers only, if it broke off inside the target.
             if self._kept is not None and layer.get_seq_length() > self._kept:
                 layer.crop(self._kept - layer.get_seq_length())
-        give_back(self.cache)
-        for layer in self.cache.layers:
-            leave_past_recording(layer)
+        self._release()
         return self.cache
 
     def _adopt(self, cache: Cache) -> None:
         """Adopts the cache that a forward returned: where rotary frequencies change, Phi3 returns another one."""
         if cache is not self.cache:
-            give_back(self.cache)
+            self._release()
         self.cache = cache
+        self._static = unfold_static(cache, getattr(self._config, "sliding_window", None))
         # Layers with a window then keep the rows of a tree until they are cropped.
         cache.activate_past_recording()
         cache.crop(0)
-        self._stacks = stack_layers(cache)
+        self._stacks = stack_layers(cache, self._static_slots())
         self._kept = self.length
+
+    def _static_slots(self) -> int | None:
+        """Slots that hold the whole text and a tree, where compiled code wants static shapes."""
+        if not self.acceleration.wants_static_shapes:
+            return None
+        return STATIC_SLOTS * math.ceil(((self._generation_config.max_length or 0) + _TREE_SLOTS) / STATIC_SLOTS)
+
+    def _release(self) -> None:
+        """Gives the cache its own layers back."""
+        give_back(self.cache)
+        for layer in self.cache.layers:
+            leave_past_recording(layer)
+        refill_static(self.cache, self._static)
 
     def _starts_anew(self, input_ids: Tensor) -> bool:
         """Whether plain decoding drops its cache here and runs the whole text again, as Phi3 does at its boundary."""
@@ -292,11 +316,15 @@ class TargetRun:
     def _mask(self, kind: str, tree: DraftTree, start: int) -> Tensor:
         """Additive mask of shape `(1, 1, nodes, cached + nodes)`; a node's slot is the one plain decoding gives it."""
         nodes, device, dtype = len(tree), self.model.device, self.model.dtype
-        kv_length, kv_offset = self._layer_of_kind(kind).get_mask_sizes(nodes)
-        cached = kv_length - nodes
+        layer = self._layer_of_kind(kind)
+        kv_length, kv_offset = layer.get_mask_sizes(nodes)
+        # Static slots behind the tree hold nothing.
+        unused = kv_length - start - nodes if isinstance(layer, StackedLayer) else 0
+        cached = kv_length - nodes - unused
         if kind != SLIDING and self._hidden_slots is None:
             # All nodes see all cached slots.
-            return F.pad(additive_mask(tree.visible, dtype).to(device), (cached, 0))[None, None]
+            mask = F.pad(additive_mask(tree.visible, dtype).to(device), (cached, 0))
+            return hide_end(mask, unused)[None, None]
         slots = torch.arange(kv_offset, kv_offset + cached, device=device)
         before = torch.ones(nodes, cached, dtype=torch.bool, device=device)
         inside = tree.visible
@@ -309,7 +337,8 @@ class TargetRun:
             padded = torch.zeros(start, dtype=torch.bool, device=device)
             padded[: self._hidden_slots.shape[0]] = self._hidden_slots
             before = before & ~padded[slots]
-        return additive_mask(torch.cat((before, inside.to(device)), dim=1), dtype)[None, None]
+        mask = additive_mask(torch.cat((before, inside.to(device)), dim=1), dtype)
+        return hide_end(mask, unused)[None, None]
 
     def _layer_of_kind(self, kind: str) -> Any:
         kinds = getattr(self._config, "layer_types", None)
@@ -357,6 +386,7 @@ class BatchedTargetRun:
         self._prompt_length = 0
         self._lengths = RowLengths([], model.device)
         self._stacks: list[RaggedRows] = []
+        self._static: list[StaticLayer] = []
         # The difference between a token's position in plain decoding and its place in its row.
         self._offsets = torch.empty(0)
 
@@ -391,6 +421,7 @@ class BatchedTargetRun:
         if positions is not None:
             self._offsets += positions[:, -1].to(self.model.device) + 1 - self._lengths.slots(1)[:, 0]
         self.cache = outputs.past_key_values
+        self._static = unfold_static(self.cache, getattr(self._config, "sliding_window", None))
         self._own_layers = self.cache.layers
         self.cache.layers, self._stacks = ragged_layers(self._own_layers, self._slots, self._lengths)
         rows = [features[row, slots.to(features.device)][None] for row, slots in enumerate(self._slots)]
@@ -470,20 +501,19 @@ class BatchedTargetRun:
                 The generated rows, padded at their ends. If given, the cache is as plain decoding leaves it, with
                 every token of every row but the last ones. All rows must still be in the cache.
         """
-        layers, self.cache.layers = self.cache.layers, self._own_layers
-        if sequences is None:
-            return self.cache
-        length = sequences.shape[1] - 1
-        self.cache.layers = layers
-        self._run_rest(sequences[:, :-1])
+        layers = self.cache.layers
+        if sequences is not None:
+            self._run_rest(sequences[:, :-1])
         self.cache.layers = self._own_layers
         for own, layer in zip(self._own_layers, layers):
-            if not isinstance(layer, RaggedLayer):
+            if sequences is None or not isinstance(layer, RaggedLayer):
                 continue
+            length = sequences.shape[1] - 1
             own.keys, own.values = layer.padded(self._slots, self._prompt_length, length)
             if own.is_sliding:
                 own.cumulative_length = length
                 own.keys, own.values = (each[:, :, -own.sliding_window + 1 :] for each in (own.keys, own.values))
+        refill_static(self.cache, self._static)
         return self.cache
 
     def _run_rest(self, sequences: Tensor) -> None:

@@ -15,10 +15,11 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedConfig,
     PreTrainedModel,
+    StaticCache,
     StoppingCriteriaList,
     generation,
 )
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from .hook import attention_implementation, is_stateful
 from .target_parts import decoder_of
@@ -28,7 +29,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 # Attention functions that take any additive mask.
 _MASKED_ATTENTION = ("eager", "sdpa")
 
-_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer)
+_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 # Arguments of the model that `generate` prepares for a text prompt. A tree cannot shift others (images, token types).
 _KNOWN_INPUTS = {
@@ -131,7 +132,7 @@ def unsupported_reason(
     attention = attention_implementation(config) or "eager"
     if attention not in _MASKED_ATTENTION:
         return f"`attn_implementation` is {attention!r}, which takes no tree mask (use one of {_MASKED_ATTENTION})"
-    if not isinstance(cache, DynamicCache) or getattr(cache, "offloading", False):
+    if not isinstance(cache, (DynamicCache, StaticCache)) or getattr(cache, "offloading", False):
         return f"the cache is a {type(cache).__name__} that cannot drop rejected branches (use a DynamicCache)"
     # By exact type: a subclass may keep more than keys and values.
     odd = {type(layer).__name__ for layer in cache.layers if type(layer) not in _CACHE_LAYERS}

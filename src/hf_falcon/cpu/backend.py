@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedModel
 from ..core.acceleration import DrafterAcceleration, TargetAcceleration, register
 from ..core.modeling_falcon_draft import FalconDraftNetwork
 from ..core.target_parts import TargetHead
+from .compiled_code import captures_graphs
 from .compiled_rounds import CompiledRounds, compiled_passes_of, compiled_rounds_of
 from .grouped_attention import grouped_attention
 from .packing import is_packed
@@ -37,6 +38,10 @@ class CpuTarget(TargetAcceleration):
     @property
     def sizes(self) -> tuple[int, ...]:  # type: ignore[override]
         return () if self.compiled is None else tuple(self.compiled.sizes)
+
+    @property
+    def wants_static_shapes(self) -> bool:  # type: ignore[override]
+        return self.compiled is not None and captures_graphs(self._target.device)
 
     @cached_property
     def is_packed(self) -> bool:  # type: ignore[override]
@@ -84,6 +89,10 @@ class CpuDrafter(DrafterAcceleration):
             self._head_linears = linear, linears_of(linear)
         with skinny_gemm(self.drafter, self._linears), skinny_gemm(linear, self._head_linears[1]):
             yield
+
+    @property
+    def wants_static_shapes(self) -> bool:  # type: ignore[override]
+        return self._passes is not None and captures_graphs(self.drafter.device)
 
     @property
     def run_layers(self) -> Callable[..., Tensor]:

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import CompileConfig
 
 
@@ -43,6 +44,34 @@ class CompiledCode:
             yield
         finally:
             self._run = torch._dynamo.run(self._run)
+
+
+def captures_graphs(device: torch.device) -> bool:
+    """
+    Whether compiled code runs as captured graphs (CUDA graphs), which need static shapes and addresses. On a CPU,
+    attention over unused slots would only take time.
+    """
+    return device.type == "cuda"
+
+
+def write_rows(rows: tuple[Tensor, Tensor], new: tuple[Tensor, Tensor], count: int, slots: Tensor | None) -> None:
+    """
+    Writes the `count` new keys and values of a compiled forward into `rows`, both of shape
+    `(1, heads, rows, head_dim)`: at the end, or at `slots`.
+    """
+    for states, latest in zip(rows, new):
+        if slots is None:
+            states[:, :, -count:] = latest
+        else:
+            states.index_copy_(2, slots, latest)
+
+
+def mark_rows(states: Tensor, are_static: bool) -> None:
+    """Marks keys or values of shape `(1, heads, rows, head_dim)` for compiled code: the rows may be any number."""
+    torch._dynamo.maybe_mark_dynamic(states, 2)
+    if are_static:
+        # A captured graph reads and writes them where they are, and is captured anew for other buffers.
+        torch._dynamo.mark_static_address(states, guard=False)
 
 
 def _with_its_own_code(function: Callable[..., Any]) -> Callable[..., Any]:

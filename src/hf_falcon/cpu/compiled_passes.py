@@ -15,11 +15,11 @@ from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
 from ..core.caches import DraftCache
-from ..core.modeling_falcon_draft import FalconDraftNetwork
+from ..core.modeling_falcon_draft import FalconDraftNetwork, hide_end
 from ..core.target_parts import TargetHead
 from .compact_linears import CompactLinears
 from .compact_weights import WeightMark
-from .compiled_code import CompiledCode
+from .compiled_code import CompiledCode, captures_graphs, mark_rows, write_rows
 
 
 class PassRows:
@@ -29,17 +29,17 @@ class PassRows:
     Args:
         layers (list of two `torch.Tensor` of shape `(1, kv_heads, cached + rows, head_dim)`): keys and values.
         rows (`int`): rows of the pass.
+        slots (`torch.LongTensor` of shape `(rows,)`, *optional*):
+            The rows of the pass, if they are not the last: of a cache with static slots.
     """
 
-    def __init__(self, layers: list[tuple[Tensor, Tensor]], rows: int):
-        self._layers, self._rows = layers, rows
+    def __init__(self, layers: list[tuple[Tensor, Tensor]], rows: int, slots: Tensor | None = None):
+        self._layers, self._rows, self._slots = layers, rows, slots
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """See [`DraftCache.update`]."""
-        all_keys, all_values = self._layers[layer]
-        all_keys[:, :, -self._rows :] = keys
-        all_values[:, :, -self._rows :] = values
-        return all_keys, all_values
+        write_rows(self._layers[layer], (keys, values), self._rows, self._slots)
+        return self._layers[layer]
 
 
 class CompiledPasses:
@@ -94,20 +94,27 @@ class CompiledPasses:
     ) -> Tensor:
         """See [`FalconDraftNetwork.run_layers`]; for one sequence."""
         count, missing = fused.shape[1], self.rows - fused.shape[1]
-        layers = cache.room(self.rows) if missing >= 0 else None
+        layers = cache.room_for(self.rows) if missing >= 0 else None
         if layers is None:
             return drafter.run_layers(fused, ends, position_ids, mask, cache)
         if missing:
             fused, position_ids = F.pad(fused, (0, 0, 0, missing)), F.pad(position_ids, (0, missing))
             ends = torch.cat((ends, torch.arange(count, self.rows, device=ends.device)[None]), dim=1)
             # No row sees the padding rows, and they see all cached rows.
-            mask = F.pad(F.pad(mask, (0, missing), value=torch.finfo(mask.dtype).min), (0, 0, 0, missing))
+            mask = hide_end(mask, layers[0][0].shape[2] - mask.shape[3])
+            mask = F.pad(mask, (0, 0, 0, missing))
+        if captures_graphs(fused.device):
+            # The tree holds copies of what captured graphs returned in the pass before.
+            torch.compiler.cudagraph_mark_step_begin()
         # Only lengths change from pass to pass.
         torch._dynamo.maybe_mark_dynamic(mask, 3)
         for states in (states for layer in layers for states in layer):
-            torch._dynamo.maybe_mark_dynamic(states, 2)
+            mark_rows(states, cache.is_static)
+        slots = None
+        if cache.is_static:
+            slots = torch.arange(cache.length, cache.length + self.rows, device=fused.device)
         with self._weights.lent():
-            predicted = self._decode(drafter, fused, ends, position_ids, mask, PassRows(layers, self.rows))
+            predicted = self._decode(drafter, fused, ends, position_ids, mask, PassRows(layers, self.rows, slots))
         return predicted[:, :count]
 
     def logits(self, head: CompiledHead, features: Tensor) -> Tensor | None:

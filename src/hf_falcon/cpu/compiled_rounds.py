@@ -19,9 +19,10 @@ from transformers import Cache, CompileConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import output_capturing
 
+from ..core.caches import StackedLayer
 from ..core.modeling_falcon_draft import FalconDraftNetwork
 from .compact_linears import CompactLinears
-from .compiled_code import CompiledCode
+from .compiled_code import CompiledCode, captures_graphs, mark_rows, write_rows
 from .compiled_passes import CompiledPasses
 from .grouped_attention import form_ahead
 
@@ -33,18 +34,22 @@ class TreeRows(DynamicLayer):
     Args:
         keys, values (`torch.Tensor` of shape `(1, heads, rows, head_dim)`): the rows; the tree's are the last.
         nodes (`int`): the number of rows of the tree.
+        slots (`torch.LongTensor` of shape `(nodes,)`, *optional*):
+            The tree's rows, if they are not the last: of a buffer with static slots.
     """
 
-    def __init__(self, keys: Tensor, values: Tensor, nodes: int):
+    def __init__(self, keys: Tensor, values: Tensor, nodes: int, slots: Tensor | None = None):
         super().__init__()
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
-        self.keys, self.values, self._nodes = keys, values, nodes
+        self.keys: Tensor = keys
+        self.values: Tensor = values
+        self._nodes, self._slots = nodes, slots
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Writes `key_states` and `value_states` of shape `(1, heads, nodes, head_dim)`; returns all rows."""
-        self.keys[..., -self._nodes :, :] = key_states
-        self.values[..., -self._nodes :, :] = value_states
-        return self.keys, self.values
+        rows = self.keys, self.values
+        write_rows(rows, (key_states, value_states), self._nodes, self._slots)
+        return rows
 
     def get_seq_length(self) -> int:
         """Rows before the tree's."""
@@ -110,6 +115,9 @@ class CompiledRounds:
         """
         here = self._here
         here.cache = cache
+        if captures_graphs(self._decoder.device):
+            # What captured graphs returned in the round before may be overwritten.
+            torch.compiler.cudagraph_mark_step_begin()
         for mask in masks:
             here.nodes = mask.shape[2]
             # Only lengths change from round to round.
@@ -166,7 +174,9 @@ class CompiledRounds:
         if cache is None or given is not cache:
             # A forward of another thread, or one that scores no tree.
             return self._plain(*args, past_key_values=given, **kwargs)
-        rows = Cache(layers=[TreeRows(*_room(layer, nodes), nodes) for layer in given.layers])
+        start = given.get_seq_length()
+        slots = torch.arange(start, start + nodes, device=self._decoder.device)
+        rows = Cache(layers=[_tree_rows(layer, nodes, slots) for layer in given.layers])
         outputs = self._compiled[nodes](*args, past_key_values=rows, **kwargs)
         outputs.past_key_values = given
         return outputs
@@ -208,13 +218,17 @@ def _acts(hook: Callable[..., Any]) -> bool:
     return getattr(hook, "__module__", None) != output_capturing.__name__
 
 
-def _room(layer: DynamicLayer, nodes: int) -> tuple[Tensor, Tensor]:
-    """The rows that a layer of a cache attends to, with room for `nodes` nodes at their end."""
-    empty = (states.new_empty(*states.shape[:-2], nodes, states.shape[-1]) for states in (layer.keys, layer.values))
-    rows = layer.update(*empty)
-    for states in rows:
-        torch._dynamo.maybe_mark_dynamic(states, 2)
-    return rows
+def _tree_rows(layer: DynamicLayer, nodes: int, slots: Tensor) -> TreeRows:
+    """The rows that a layer of a cache attends to, with room for `nodes` nodes at `slots`."""
+    if not isinstance(layer, StackedLayer):
+        states = (layer.keys, layer.values)
+        keys, values = layer.update(*(each.new_empty(*each.shape[:-2], nodes, each.shape[-1]) for each in states))
+    else:
+        keys, values = layer.room(nodes)
+    is_static = isinstance(layer, StackedLayer) and layer.has_static_slots
+    for rows in (keys, values):
+        mark_rows(rows, is_static)
+    return TreeRows(keys, values, nodes, slots.to(keys.device) if is_static else None)
 
 
 # The compiled rounds of each target that `compile_rounds` was called for.

@@ -14,13 +14,15 @@ from torch import Tensor
 from transformers import CompileConfig, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
-from ..core.caches import DraftCache
+from ..core.caches import STATIC_SLOTS, DraftCache
 from ..core.draft_options import DraftOptions
 from ..core.drafter import FalconDraftModel
+from ..core.modeling_falcon_draft import hide_end
 from ..core.target_parts import TargetHead, check_target, decoder_of
 from ..core.target_run import TargetRun
 from ..core.target_support import unsupported_reason
 from .backend import CpuTarget
+from .compiled_code import captures_graphs
 from .compiled_passes import CompiledHead, CompiledPasses
 from .compiled_rounds import CompiledRounds, compiled
 from .packing import is_packed
@@ -85,7 +87,8 @@ def compile_rounds(
         _check_drafter(drafter, target)
     _check_whether_possible(target)
     uncompile_rounds(target)
-    config = compile_config or CompileConfig(mode="default")
+    graphs = captures_graphs(target.device)
+    config = compile_config or CompileConfig(mode="reduce-overhead" if graphs else "default")
     # A caller that packs weights and compiles around every call compiles in the first call only.
     state = is_packed(target), target.dtype, target.device, repr(config)
     made = _made.setdefault(target, {})
@@ -99,7 +102,7 @@ def compile_rounds(
             "own, as from adapters and `accelerate`. Remove these first."
         )
     if missing := [size for size in sizes if size not in rounds.is_faster]:
-        runs = [_run(target, length) for length in _CONTEXTS]
+        runs = [_run(target, length, rounds) for length in _CONTEXTS]
         for size in logging.tqdm(missing, desc="Compiling rounds"):
             rounds.is_faster[size] = _is_faster(rounds, runs, size)
     rounds.sizes = [size for size in sizes if rounds.is_faster[size]]
@@ -169,7 +172,7 @@ def _check_whether_possible(target: PreTrainedModel) -> None:
         raise ValueError(f"The rounds of {type(target).__name__} cannot be compiled: {reason}.")
 
 
-def _run(target: PreTrainedModel, length: int) -> TargetRun:
+def _run(target: PreTrainedModel, length: int, rounds: CompiledRounds | None = None) -> TargetRun:
     """A target that has run `length` tokens."""
     name, vocab_size = type(target).__name__, target.config.get_text_config(decoder=True).vocab_size
     input_ids = torch.arange(length, device=target.device)[None] % vocab_size
@@ -179,6 +182,8 @@ def _run(target: PreTrainedModel, length: int) -> TargetRun:
     if reason is not None:
         raise ValueError(f"The rounds of {name} cannot be compiled: {reason}.")
     run = TargetRun(target, input_ids, target.generation_config, kwargs)
+    # The cache gets the shapes that compiled forwards want.
+    run.acceleration = CpuTarget(target, rounds)
     run.prefill(input_ids)
     return run
 
@@ -247,7 +252,8 @@ class PassDryRun:
     def __init__(self, passes: CompiledPasses, drafter: FalconDraftModel, head: CompiledHead, length: int):
         self._passes, self._drafter, self._head = passes, drafter, head
         self._linears = linears_of(drafter), linears_of(head.linear)
-        self._cache = DraftCache(drafter.config.num_hidden_layers)
+        slots = STATIC_SLOTS if captures_graphs(drafter.device) else None
+        self._cache = DraftCache(drafter.config.num_hidden_layers, slots)
         drafter.run_layers(*self._inputs(length), self._cache)
         self._cache.advance(length)
 
@@ -263,7 +269,9 @@ class PassDryRun:
         drafter = self._drafter
         size, places = drafter.config.hidden_size, torch.arange(rows, device=drafter.device)
         fused = torch.arange(rows * size, device=drafter.device).float().sin().view(1, rows, size).to(drafter.dtype)
-        mask = torch.zeros(1, 1, rows, self._cache.length + rows, dtype=drafter.dtype, device=drafter.device)
+        end = self._cache.length + rows
+        mask = torch.zeros(1, 1, rows, end, dtype=drafter.dtype, device=drafter.device)
+        mask = hide_end(mask, self._cache.seen_slots(end) - end)
         return fused, places[None], places[None], mask
 
 
