@@ -47,9 +47,7 @@ class CapturingBackend(Backend):
             returned[:] = [
                 each
                 for each in outputs
-                if torch.is_tensor(each)
-                and each.is_floating_point()
-                and each.untyped_storage().data_ptr() not in held
+                if torch.is_tensor(each) and each.is_floating_point() and each.untyped_storage().data_ptr() not in held
             ]
             return outputs
 

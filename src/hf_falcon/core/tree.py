@@ -467,4 +467,5 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
         return list(tensors)
     words = [each.reshape(-1).view(torch.int32) for each in tensors]
     found = torch.cat(words).cpu().split([each.shape[0] for each in words])
-    return [part.view(each.dtype).view(each.shape) for part, each in zip(found, tensors)]
+    # A copy of a part starts where any dtype may start.
+    return [part.clone().view(each.dtype).view(each.shape) for part, each in zip(found, tensors)]

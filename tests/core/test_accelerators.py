@@ -1,0 +1,387 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+Decoding on an accelerator: in every mode the text of plain decoding there. And what a round asks of the device: few
+synchronisations, and few launches beside the target's own. By default on a simulated device; the tests marked `gpu`
+run on CUDA.
+"""
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import simulated_device
+import torch
+from accelerate import dispatch_model
+from tiny_models import (
+    VOCAB,
+    new_drafter,
+    new_target,
+    prompt,
+    random_tokens,
+    tiny_drafter,
+    tiny_target,
+    tiny_tokenizer,
+)
+from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers.generation.streamers import BaseStreamer
+
+from hf_falcon.core.policy import acceptance_stats_of
+
+NEW_TOKENS = 10
+CHAIN = [[0], [0, 0], [0, 0, 0], [1], [1, 0]]
+
+
+class Simulated:
+    """The simulated device, as the tests use it."""
+
+    name = "sim"
+    count = 2
+
+    def __init__(self) -> None:
+        self._context = contextlib.ExitStack()
+
+    def __enter__(self) -> "Simulated":
+        self.counts = self._context.enter_context(simulated_device.device())
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._context.close()
+
+    def put(self, model: Any, place: int = 0) -> Any:
+        return simulated_device.move(model, f"sim:{place}")
+
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        return simulated_device.on_device(tensor)
+
+    def host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return simulated_device.on_host(tensor)
+
+
+class Cuda:
+    """CUDA devices, as the tests use them."""
+
+    name = "cuda"
+
+    def __init__(self) -> None:
+        self.count = torch.cuda.device_count()
+
+    def __enter__(self) -> "Cuda":
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        pass
+
+    def put(self, model: Any, place: int = 0) -> Any:
+        return model.to(f"cuda:{place}")
+
+    def tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cuda()
+
+    def host(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.cpu()
+
+
+@pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    with Simulated() if request.param == "simulated" else Cuda() as found:
+        yield found
+
+
+def models(device, name="llama", dtype=torch.float32, **drafter) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A target and a drafter of one's own on the device."""
+    target = copy.deepcopy(tiny_target(name)).to(dtype)
+    shape = {"block_size": 2, "num_lstm_layers": 0, **drafter}
+    options = {name: shape.pop(name) for name in list(shape) if name not in ("block_size", "num_lstm_layers", "extra")}
+    assistant = copy.deepcopy(tiny_drafter(tiny_target(name), **shape, **options)).to(dtype)
+    return device.put(target), device.put(assistant)
+
+
+def generate(device, target, ids, seed=0, **settings):
+    torch.manual_seed(seed)
+    settings = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "return_dict_in_generate": True, **settings}
+    return target.generate(device.tensor(ids), **settings)
+
+
+def check(device, target, drafter, ids, assisted: bool = True, **settings) -> None:
+    """The text with the drafter is the text without it, and drafts were verified."""
+    plain = {name: value for name, value in settings.items() if name not in type(drafter).draft_option_names}
+    expected = generate(device, target, ids, **plain)
+    found = generate(device, target, ids, assistant_model=drafter, **settings)
+    assert device.host(found.sequences).tolist() == device.host(expected.sequences).tolist()
+    assert (found.draft_statistics is not None) is assisted
+    if assisted:
+        assert found.draft_statistics.drafted_tokens > 0
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "adaptive": {"num_assistant_tokens_schedule": "heuristic", "max_new_tokens": 20},
+    "prompt lookup": {"prompt_lookup_num_tokens": 8},
+    "sampled": {"do_sample": True},
+    "warped": {"do_sample": True, "temperature": 0.7, "top_k": 12, "top_p": 0.9},
+    "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4, "eos_token_id": [5, 9]},
+    "criteria": {"eos_token_id": [17, 33], "pad_token_id": 0, "max_time": 600.0, "stop_strings": ["ab", "c"]},
+    "static tree": {"draft_tree": "static"},
+    "own tree": {"draft_tree": CHAIN},
+    "dictionaries": {"output_scores": True, "output_logits": True, "output_hidden_states": True},
+    "several sequences": {"do_sample": True, "num_return_sequences": 3},
+    "static cache": {"cache_implementation": "static"},
+    "threshold": {"assistant_confidence_threshold": 0.3},
+}
+DRAFTERS: dict[str, dict[str, Any]] = {
+    "k = 1": {"block_size": 1},
+    "k = 3": {"block_size": 3},
+    "LSTM": {"num_lstm_layers": 2},
+    "conditioning": {"extra": "conditioning"},
+    "feature layers": {"extra": "layers"},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(mode, device):
+    target, drafter = models(device)
+    settings = {**MODES[mode], **({"tokenizer": tiny_tokenizer()} if "stop_strings" in MODES[mode] else {})}
+    check(device, target, drafter, prompt(9), **settings)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+@pytest.mark.parametrize("shape", DRAFTERS)
+def test_drafters(shape, mode, device):
+    check(device, *models(device, **DRAFTERS[shape]), prompt(9), **MODES[mode])
+
+
+def test_a_draft_vocabulary(device):
+    target = copy.deepcopy(tiny_target("llama"))
+    drafter = new_drafter(target, draft_vocab_size=30)
+    check(device, device.put(target), device.put(drafter), prompt(9))
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampled", "adaptive", "static tree", "static cache"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_batches(name, mode, device):
+    target, drafter = models(device, name)
+    ids, mask = random_tokens(3, 9), torch.ones(3, 9, dtype=torch.long)
+    mask[1, :4], ids[1, :4] = 0, 0
+    settings = {"attention_mask": device.tensor(mask), "eos_token_id": [17, 33], "pad_token_id": 0, **MODES[mode]}
+    check(device, target, drafter, ids, **settings)
+
+
+def test_rows_that_draft_nothing(device):
+    """A row of one token less than the others has no room for drafts at its end."""
+    target, drafter = models(device)
+    check(device, target, drafter, random_tokens(3, 9), max_new_tokens=3)
+    acceptance_stats_of(drafter, target).expected_tokens = 0.0
+    settings = {"max_new_tokens": 6, "num_assistant_tokens_schedule": "heuristic"}
+    expected = generate(device, target, random_tokens(3, 9), max_new_tokens=6)
+    found = generate(device, target, random_tokens(3, 9), assistant_model=drafter, **settings)
+    assert device.host(found.sequences).tolist() == device.host(expected.sequences).tolist()
+
+
+@pytest.mark.parametrize("name", ["gemma3", "qwen2-mixed", "mistral-window", "granite", "phi3-longrope"])
+def test_targets(name, device):
+    target, drafter = models(device, name)
+    check(device, target, drafter, prompt(18), max_new_tokens=24)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_half_precision(dtype, device):
+    """A text without near-ties is the same in half precision, too."""
+    target, drafter = models(device, dtype=dtype)
+    for seed in range(3):
+        check(device, target, drafter, prompt(9, seed), max_new_tokens=12)
+
+
+def test_speculative_sampling(device):
+    target, drafter = models(device)
+    settings = {"assistant_model": drafter, "do_sample": True, "verification": "speculative"}
+    for draft_tree in ("static", CHAIN):
+        output = generate(device, target, prompt(9), top_k=4, draft_tree=draft_tree, **settings)
+        logits = target(output.sequences).logits[0, 8:-1]
+        allowed = device.host(logits.topk(4).indices)
+        written = device.host(output.sequences)[0, 9:]
+        assert (allowed == written[:, None]).any(dim=1).all() and output.draft_statistics.drafted_tokens > 0
+    # One token is allowed: the greedy one.
+    greedy = generate(device, target, prompt(9))
+    output = generate(device, target, prompt(9), top_k=1, **settings)
+    assert device.host(output.sequences).tolist() == device.host(greedy.sequences).tolist()
+
+
+def test_several_roots(device):
+    target, drafter = models(device)
+    settings = {"assistant_model": drafter, "do_sample": True, "verification": "multi_root", "top_k": 1}
+    output = generate(device, target, prompt(9), **settings)
+    greedy = generate(device, target, prompt(9))
+    assert device.host(output.sequences).tolist() == device.host(greedy.sequences).tolist()
+    output = generate(device, target, prompt(9), **{**settings, "top_k": 8, "temperature": 2.0})
+    assert output.sequences.shape == (1, 9 + NEW_TOKENS) and output.draft_statistics.accepted_tokens > 0
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_streamers(rows, device):
+    class Streamer(BaseStreamer):
+        def __init__(self):
+            self.tokens, self.ended = [], False
+
+        def put(self, value):
+            assert value.device.type == "cpu"
+            self.tokens += value.flatten().tolist()
+
+        def end(self):
+            self.ended = True
+
+    target, drafter = models(device)
+    streamers = Streamer(), Streamer()
+    generate(device, target, random_tokens(rows, 9), streamer=streamers[0])
+    generate(device, target, random_tokens(rows, 9), streamer=streamers[1], assistant_model=drafter)
+    assert streamers[0].tokens == streamers[1].tokens and streamers[1].ended
+
+
+def test_embeddings_as_prompt(device):
+    target, drafter = models(device)
+    embeds = target.get_input_embeddings()(device.tensor(prompt(9)))
+    settings = {"inputs_embeds": embeds, "max_new_tokens": NEW_TOKENS, "do_sample": False}
+    expected = target.generate(**settings)
+    found = target.generate(**settings, assistant_model=drafter)
+    assert device.host(found).tolist() == device.host(expected).tolist()
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+def test_a_cache_that_is_continued(kind, device):
+    target, drafter = models(device)
+    length = {"max_cache_len": 64} if kind is StaticCache else {}
+    caches = [kind(config=target.config, **length) for _ in range(2)]
+    texts = [prompt(9), prompt(9)]
+    for _ in range(2):
+        for place, assistant in enumerate(({}, {"assistant_model": drafter})):
+            output = generate(device, target, texts[place], past_key_values=caches[place], **assistant)
+            texts[place] = torch.cat((device.host(output.sequences), prompt(2, 5)), dim=1)
+        assert texts[0].tolist() == texts[1].tolist()
+
+
+def test_a_criterion_of_ones_own_gets_tokens_of_the_device(device):
+    target, drafter = models(device)
+    places = set()
+
+    def criterion(input_ids, scores, **kwargs):
+        places.add(input_ids.device.type)
+        return input_ids[:, -1] == 7
+
+    check(device, target, drafter, prompt(9), stopping_criteria=[criterion], max_new_tokens=20)
+    assert places == {device.name}
+
+
+@pytest.mark.parametrize("extra", ["nothing", "conditioning", "layers"])
+def test_a_drafter_on_another_device(extra, device):
+    if device.count < 2:
+        pytest.skip("needs two devices")
+    target = device.put(copy.deepcopy(tiny_target("llama")))
+    drafter = device.put(copy.deepcopy(tiny_drafter(tiny_target("llama"), 2, 0, extra)), 1)
+    for mode in ("greedy", "sampled"):
+        check(device, target, drafter, prompt(9), **MODES[mode])
+    check(device, target, drafter, random_tokens(2, 9))
+
+
+@pytest.mark.parametrize("extra", ["nothing", "layers"])
+def test_a_target_on_two_devices(extra, device):
+    if device.count < 2:
+        pytest.skip("needs two devices")
+    target = copy.deepcopy(tiny_target("llama"))
+    drafter = device.put(copy.deepcopy(tiny_drafter(tiny_target("llama"), 2, 0, extra)))
+    device.put(target.model.layers[1], 1), device.put(target.model.norm, 1), device.put(target.lm_head, 1)
+    for part in (target.model.embed_tokens, target.model.rotary_emb, target.model.layers[0]):
+        device.put(part)
+    first = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), f"{device.name}:0")
+    second = dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), f"{device.name}:1")
+    dispatch_model(target, first | second, skip_keys="past_key_values", force_hooks=True)
+    for mode in ("greedy", "sampled"):
+        check(device, target, drafter, prompt(9), **MODES[mode])
+    check(device, target, drafter, random_tokens(2, 9))
+
+
+# Budgets. What a round asks of the device is the difference of two calls, over the difference of their rounds.
+
+
+def cost_of_a_round(target, drafter, ids, lengths=(12, 40), **settings) -> tuple[float, float, float]:
+    """Synchronisations, launches beside the target's forwards and tokens, each a round; for plain steps without
+    drafter, launches with the forwards."""
+    found = []
+    for length in lengths:
+        # The first call of two models compares their weights.
+        for _ in range(2):
+            forwards = []
+            hook = target.register_forward_hook(lambda *arguments, forwards=forwards: forwards.append(None))
+            with simulated_device.device() as counts, contextlib.ExitStack() as stack:
+                if drafter is not None:
+                    stack.enter_context(counts.leave_out(target))
+                torch.manual_seed(0)
+                output = target.generate(
+                    simulated_device.on_device(ids),
+                    **{"do_sample": False, "assistant_model": drafter, "max_new_tokens": length, **settings},
+                )
+            hook.remove()
+        found.append((counts.syncs.total(), counts.launches, output.numel(), len(forwards)))
+    syncs, launches, tokens, rounds = (later - earlier for earlier, later in zip(*found))
+    assert rounds > 3
+    return syncs / rounds, launches / rounds, tokens / rounds
+
+
+def on_simulated_device(target, drafter):
+    return simulated_device.move(target), simulated_device.move(drafter)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize(
+    "mode", ["greedy", "adaptive", "threshold", "static tree", "own tree", "prompt lookup", "static cache"]
+)
+def test_synchronisations_of_a_round(mode, rows):
+    """One brings the draft to the host, and one the target's choices: of all rows together."""
+    target, drafter = on_simulated_device(new_target("llama"), copy.deepcopy(tiny_drafter(tiny_target("llama"), 1, 0)))
+    settings = {"eos_token_id": [VOCAB - 1], "pad_token_id": 0, **MODES[mode]}
+    settings.pop("max_new_tokens", None)
+    syncs, _, _ = cost_of_a_round(target, drafter, random_tokens(rows, 9), **settings)
+    assert syncs <= 2
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_synchronisations_of_a_sampled_token(rows):
+    target, drafter = on_simulated_device(new_target("llama"), copy.deepcopy(tiny_drafter(tiny_target("llama"), 1, 0)))
+    syncs, _, tokens = cost_of_a_round(target, drafter, random_tokens(rows, 9), do_sample=True, temperature=0.5)
+    assert syncs <= 2 + tokens
+
+
+# A drafter of the shape of the shipped ones, and a tree of 8 nodes after 3 passes.
+SHIPPED = {"num_lstm_layers": 0, "num_hidden_layers": 2, "draft_vocab_size": 30}
+TREE = {"num_assistant_tokens": 8, "num_draft_passes": 3, "num_assistant_tokens_schedule": "constant"}
+TREE |= {"assistant_confidence_threshold": 0.0}
+
+
+def launches_of_a_round(layers, rows=1, block_size=1, **tree) -> float:
+    target = new_target("llama", num_hidden_layers=layers)
+    drafter = new_drafter(target, block_size=block_size, **SHIPPED)
+    on_simulated_device(target, drafter)
+    return cost_of_a_round(target, drafter, random_tokens(rows, 9), **{**TREE, **tree})[1]
+
+
+@pytest.mark.parametrize("block_size", [1, 2])
+def test_launches_of_a_round(block_size):
+    """At most a quarter of a plain step's, for a target of 30 layers."""
+    target = simulated_device.move(new_target("llama", num_hidden_layers=30))
+    plain = cost_of_a_round(target, None, prompt(9), lengths=(3, 8))[1]
+    assert launches_of_a_round(30, block_size=block_size) <= 0.25 * plain
+
+
+def test_launches_grow_with_passes_and_not_with_layers():
+    few = launches_of_a_round(2)
+    # Where accepted rows are in their place, they are not moved: rounds differ a little.
+    assert launches_of_a_round(12) <= few + 10
+    passes = [launches_of_a_round(2, num_draft_passes=number) for number in (2, 4)]
+    # A pass is about as many launches as two layers of the target.
+    assert passes[0] + 100 < passes[1] < passes[0] + 2 * 200
+    # Neither do they grow with nodes.
+    assert launches_of_a_round(2, num_assistant_tokens=24) <= few + 20
+
+
+def test_a_batch_keeps_its_paths_together():
+    few, many = (launches_of_a_round(layers, rows=2) for layers in (2, 12))
+    assert many <= few + 20
