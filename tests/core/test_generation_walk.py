@@ -78,6 +78,10 @@ def _embeds() -> torch.Tensor:
     return tiny_target("llama").get_input_embeddings()(prompt(PROMPT)).detach()
 
 
+def _static_cache():
+    return StaticCache(config=tiny_target("llama").config, max_cache_len=64)
+
+
 def _filled_cache(length: int) -> DynamicCache:
     """A cache with the first tokens of the prompt."""
     cache = DynamicCache()
@@ -220,6 +224,7 @@ ASSISTED: dict[str, Row | list[Row]] = {
     ],
     "past_key_values": [
         Row(lambda: {"past_key_values": _filled_cache(6)}, matters=False),
+        Row(lambda: {"past_key_values": _static_cache(), "disable_compile": True}, matters=False),
         Row(lambda: {"past_key_values": _filled_cache(6), "inputs_embeds": _embeds(), "inputs": None}, matters=False),
         Row(
             lambda: {
@@ -232,7 +237,10 @@ ASSISTED: dict[str, Row | list[Row]] = {
     "prefill_chunk_size": Row({"prefill_chunk_size": 4}, matters=False),
     "logits_to_keep": Row({"logits_to_keep": 3}, matters=False),
     "use_cache": Row({"use_cache": True}, matters=False),
-    "cache_implementation": Row({"cache_implementation": "dynamic"}, matters=False),
+    "cache_implementation": [
+        Row({"cache_implementation": "dynamic"}, matters=False),
+        Row({"cache_implementation": "static", "disable_compile": True}, matters=False),
+    ],
     # How it is drafted.
     "assistant_model": Row(matters=False),
     "generation_config": Row({"generation_config": GenerationConfig(max_new_tokens=8), "max_new_tokens": ...}),
@@ -271,16 +279,6 @@ OF_OTHER_WAYS: dict[str, Any] = {
 }
 # Plain decoding runs; `None`: it is transformers that warns.
 PLAIN: dict[str, Row] = {
-    "cache_implementation": Row(
-        {"cache_implementation": "static", "disable_compile": True}, message="StaticCache that cannot drop"
-    ),
-    "past_key_values": Row(
-        lambda: {
-            "past_key_values": StaticCache(config=tiny_target("llama").config, max_cache_len=64),
-            "disable_compile": True,
-        },
-        message="StaticCache that cannot drop",
-    ),
     "attention_mask": Row(
         lambda: {
             "past_key_values": _filled_cache(9),

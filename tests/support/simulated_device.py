@@ -5,7 +5,7 @@ A simulated accelerator. Its tensors compute on the CPU, by the rules of a devic
 - an operation refuses tensors of two devices, except scalars and indices of the host;
 - every operation on it is a launch, and is counted;
 - whatever brings a value to the host (`item`, `tolist`, `nonzero`, a boolean mask, `.cpu()`) is a synchronisation, and
-  is counted with the line of hf_falcon that asked for it.
+  so is a copy from the host without `non_blocking`; each is counted with the line of hf_falcon that asked for it.
 
 ```python
 move(target), move(drafter, "sim:1")
@@ -160,6 +160,8 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     _counts.launch(name)
     if name in _MOVES:
         result = function(*on_host(args), **{key: value for key, value in kwargs.items() if key != "device"})
+        if not places and not kwargs.get("non_blocking"):
+            _counts.sync("copy from the host")
         if asked is None or _is_ours(asked):
             return DeviceTensor(result, next(iter(places)) if asked is None else _numbered(asked))
         _counts.sync("copy to the host")
@@ -215,6 +217,8 @@ class _Factories(TorchFunctionMode):
         if name == "as_tensor" and isinstance(args[0], DeviceTensor):
             return args[0]
         _counts.launch(name)
+        if name in ("tensor", "as_tensor"):
+            _counts.sync("copy from the host")
         return DeviceTensor(function(*on_host(args), **{**kwargs, "device": "cpu"}), _numbered(place))
 
 

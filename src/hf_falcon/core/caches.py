@@ -12,6 +12,8 @@ from torch import Tensor
 from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
+from .tree import to_device
+
 # Slots of a new buffer, at least.
 _SMALLEST = 256
 
@@ -107,7 +109,7 @@ class StackedRows:
             start (`int`): the first slot.
             path (`torch.LongTensor` of shape `(kept,)`): rows to keep, on the host.
         """
-        sources, end = (start + path).to(self._buffers[0].device), start + path.shape[0]
+        sources, end = to_device(start + path, self._buffers[0].device), start + path.shape[0]
         for buffer in self._buffers:
             # Gathered first, then written: source and destination rows overlap.
             buffer[..., start:end, :] = buffer.index_select(-2, sources)
@@ -304,7 +306,7 @@ class RowLengths:
         place = count, device or self._device
         if place not in self._slots:
             slots = torch.tensor(self._values)[:, None] + torch.arange(count)
-            self._slots[place] = slots.to(place[1])
+            self._slots[place] = to_device(slots, place[1])
         return self._slots[place]
 
     def advance(self, counts: Sequence[int]) -> None:

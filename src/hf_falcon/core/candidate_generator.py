@@ -35,6 +35,7 @@ from .tree import (
     StaticTree,
     collect,
     static_paths,
+    to_device,
 )
 
 # Lengths of the context's ends that are looked up, the longest first: a longer match is more often right.
@@ -354,7 +355,7 @@ class FalconCandidateGenerator(CandidateGenerator):
             features, unread = features[:, -_PROMPT_ROWS:], max(0, features.shape[1] - _PROMPT_ROWS)
             next_token_ids = next_token_ids[:, -_PROMPT_ROWS:]
             self._first_position = first_position + unread
-        features, next_token_ids = features.to(self._device), next_token_ids.to(self._device)
+        features, next_token_ids = features.to(self._device), to_device(next_token_ids, self._device)
         next_embeds = self.head.embed(next_token_ids)
         new, size = features.shape[1], self._block_size
         if prompt_embeds is not None and (missing := new - next_embeds.shape[1]) > 0:
@@ -445,9 +446,9 @@ class FalconCandidateGenerator(CandidateGenerator):
             size = self._block_size
             rows, itself = torch.arange(width * size), torch.eye(width, dtype=torch.bool)
             self._pass_tables[width] = RowTable(
-                (rows // size * size + size - 1)[None].to(self._device),
-                torch.arange(size).repeat(width)[None].to(self._device),
-                additive_mask(itself.repeat_interleave(size, dim=1), dtype).to(self._device),
+                to_device((rows // size * size + size - 1)[None], self._device),
+                to_device(torch.arange(size).repeat(width)[None], self._device),
+                to_device(additive_mask(itself.repeat_interleave(size, dim=1), dtype), self._device),
             )
         return self._pass_tables[width]
 
@@ -459,9 +460,9 @@ class FalconCandidateGenerator(CandidateGenerator):
         places = torch.arange(count)
         blocks = (places - count) // self._block_size
         table = RowTable(
-            (count - 1 + (blocks + 1) * self._block_size)[None].to(self._device),
-            places[None].to(self._device),
-            additive_mask(blocks[:, None] >= blocks[None], dtype).to(self._device),
+            to_device((count - 1 + (blocks + 1) * self._block_size)[None], self._device),
+            to_device(places[None], self._device),
+            to_device(additive_mask(blocks[:, None] >= blocks[None], dtype), self._device),
         )
         # A prompt is committed once.
         if count <= _ROWS_OF_A_ROUND:
@@ -480,7 +481,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         """
         end = self._cache.length + table.ends.shape[1]
         mask = F.pad(mask, (end - mask.shape[1], 0))
-        mask = hide_end(mask, self._cache.seen_slots(end) - end)[None, None]
+        mask = hide_end(mask, self._cache.seen_slots(end) - end).unflatten(0, (1, 1, -1))
         positions = table.positions + (self._first_position + first_place)
         with self._acceleration.drafting(self.head):
             return self._acceleration.run_layers(fused, table.ends, positions, mask, self._cache)
@@ -524,18 +525,21 @@ class FalconCandidateGenerator(CandidateGenerator):
             The blocks that the next pass continues, or `None` where there is to be no next pass.
         """
         conditional = self.drafter.conditioning is not None
-        marginals = () if conditional else self._candidates(predicted)
+        # Of each offset in the block: the predictions, and the candidates where they do not depend on the branch.
+        of_offsets = [
+            predicted.unbind(1),
+            *(() if conditional else (each.unbind(1) for each in self._candidates(predicted))),
+        ]
         # The block of each branch; at first, each block is one. And of each branch the tokens and features so far.
         blocks: Tensor | None = None
         tokens: list[Tensor] = []
         features: list[Tensor] = []
         for offset in range(self._block_size):
-            here = _at(predicted, blocks, offset)
+            here, *candidates = (each[offset] if blocks is None else each[offset][blocks] for each in of_offsets)
             if conditional:
                 here = self.drafter.condition(here, self.head.embed(tokens[-1] if tokens else newest))
-                log_probs, token_ids, *proposals = self._candidates(here)
-            else:
-                log_probs, token_ids, *proposals = (_at(each, blocks, offset) for each in marginals)
+                candidates = [*self._candidates(here)]
+            log_probs, token_ids, *proposals = candidates
             correction = self._decision.correction(depth + offset + 1)
             tree_round.add(log_probs + correction if correction else log_probs, token_ids, *proposals)
             ends_block = offset == self._block_size - 1
@@ -566,8 +570,3 @@ class FalconCandidateGenerator(CandidateGenerator):
         # A drafter that overflows must not break the order that the tree is cut by.
         best = log_probs.nan_to_num(nan=-torch.inf).topk(self._tree.max_children, dim=-1)
         return best.values, self.head.to_target_ids(best.indices)
-
-
-def _at(states: Tensor, blocks: Tensor | None, offset: int) -> Tensor:
-    """`states` of shape `(blocks, block_size, ...)` at an offset, of some blocks; of all in their order for `None`."""
-    return states[:, offset] if blocks is None else states[blocks, offset]

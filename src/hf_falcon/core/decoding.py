@@ -30,7 +30,7 @@ from .statistics import FalconGenerateOutput, StatisticsRecorder
 from .target_parts import TargetHead, check_target, was_trained_for
 from .target_run import BatchedTargetRun, LayerOutputs, TargetRun
 from .target_support import unsupported_batch_reason, unsupported_reason
-from .tree import DraftTree, collect, single_node, to_host
+from .tree import DraftTree, collect, single_node, to_device, to_host
 from .verification import MOST_STEPS_AHEAD, BatchSequence, TokenSequence, verify, verify_greedy
 
 logger = logging.get_logger(__name__)
@@ -171,7 +171,7 @@ def decode(
             logits, features = run.score(tree, sequence.token_ids)
         path, accepted = verify(tree, logits, sequence)
         run.accept(path)
-        features = features[:, path.to(features.device)]
+        features = features[:, to_device(path, features.device)]
         generator.update(tree, path, accepted, features, sequence.token_ids, watch)
         statistics.add_round(len(tree) - 1, accepted)
     return statistics
@@ -244,7 +244,7 @@ def decode_batch(
                     tree,
                     path,
                     accepted,
-                    scored[place : place + 1, path.to(scored.device)],
+                    scored[place : place + 1, to_device(path, scored.device)],
                     batch.rows[row].token_ids,
                     watch,
                     logits.shape[1],

@@ -65,10 +65,10 @@ def _rotary(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tensor, 
     Cosines and sines of shape `(batch, length, 1, head_dim)`, in float32: bfloat16 cannot hold large positions. The
     first half of the sines has the opposite sign; see `_rotate`.
     """
-    exponents = torch.arange(0, head_dim, 2, device=position_ids.device, dtype=torch.float32) / head_dim
-    angles = position_ids[..., None, None] * theta**-exponents
-    cos, sin = angles.cos(), angles.sin()
-    return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    half = head_dim // 2
+    frequencies = torch.logspace(0, 1 / half - 1, half, base=theta, device=position_ids.device)
+    angles = position_ids.reshape(*position_ids.shape, 1, 1) * torch.cat((-frequencies, frequencies))
+    return angles.cos(), angles.sin()
 
 
 def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from .modeling_falcon_draft import FalconDraftNetwork
 from .statistics import StatisticsRecorder
 from .target_parts import TargetHead
 from .target_run import TargetRun
-from .tree import DraftTree, DynamicTree, StaticTree, validate_paths
+from .tree import DraftTree, DynamicTree, StaticTree, to_device, validate_paths
 from .verification import TokenSequence, verify, walk
 
 # These read the scores alone, and are applied to the drafter's distribution as to the target's. Processors that read
@@ -144,9 +144,9 @@ def accept_one(target: Tensor, proposal: Tensor, candidates: list[int]) -> Tenso
             break
         # Where nothing is left the two are equal, but for rounding.
         if left == 0 or _happens(wanted / offered):
-            return torch.tensor([token], device=target.device)
+            return to_device(torch.tensor([token]), target.device)
         target = rest / left
-        proposal = proposal.index_fill(0, torch.tensor([token], device=target.device), 0.0)
+        proposal = proposal.index_fill(0, to_device(torch.tensor([token]), target.device), 0.0)
         proposal = proposal / proposal.sum()
     return _draw(target)
 
@@ -190,11 +190,11 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
         """
         self._checks, self._passes = [], 0
         tree_round = self._tree.start(max_depth + 1)
-        tree_round.add(log_probs[None].to(self._device), roots[None].to(self._device))
+        tree_round.add(to_device(log_probs[None], self._device), to_device(roots[None], self._device))
         branches = tree_round.branches()
         if branches is not None and self._committed > 0:
             width = branches.token_ids.shape[0]
-            known = token_ids.to(self._device).expand(width, -1)
+            known = to_device(token_ids, self._device).expand(width, -1)
             drafted = DraftedBlocks(
                 torch.zeros_like(branches.rows),
                 torch.cat((known, branches.token_ids[:, None]), dim=1),
@@ -250,11 +250,11 @@ def decode_multi_root(
         for root in (tree.depths == 0).nonzero()[:, 0]:
             fork = forks[int(tree.token_ids[root])]
             nodes = tree.visible[:, root].nonzero()[:, 0]
-            found, count = verify(_subtree(tree, nodes), scored[nodes.to(scored.device)], fork)
+            found, count = verify(_subtree(tree, nodes), scored[to_device(nodes, scored.device)], fork)
             if count > accepted:
                 best, path, accepted = fork, nodes[found], count
         run.accept(path)
-        held = torch.cat((held, features[:, path.to(features.device)]), dim=1)
+        held = torch.cat((held, features[:, to_device(path, features.device)]), dim=1)
         logits = scored[int(path[-1])][None]
         vars(sequence).update(vars(best))
         statistics.add_round(len(tree) - 1, accepted)
@@ -267,7 +267,7 @@ def _rivals(sequence: TokenSequence, logits: Tensor, count: int) -> tuple[list[T
     """
     before = sequence.without_newest()
     log_probs = copy.copy(before).process(logits).log_softmax(dim=-1)[0]
-    log_probs = log_probs.index_fill(0, sequence.root.to(log_probs.device), -torch.inf)
+    log_probs = log_probs.index_fill(0, to_device(sequence.root, log_probs.device), -torch.inf)
     found, kept = [], [0.0]
     for log_prob, token in zip(*(each.tolist() for each in log_probs.topk(min(count, len(log_probs))))):
         # What the processors leave no probability is never to be written.

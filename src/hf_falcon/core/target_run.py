@@ -32,7 +32,7 @@ from .hook import leave_past_recording, prefill
 from .modeling_falcon_draft import additive_mask, hide_end
 from .target_parts import FeatureTap
 from .target_support import SLIDING, layer_kinds, rope_boundary
-from .tree import DraftTree, star
+from .tree import DraftTree, star, to_device
 
 # Slots for the tree of a round, if it is no larger than most.
 _TREE_SLOTS = 128
@@ -77,7 +77,10 @@ class LayerOutputs:
             windows (sequence of `int` or `None`): keys that each layer keeps, at most.
         """
         if self.hidden_states is not None:
-            rows = [states.index_select(1, path.to(states.device)).split(1, dim=1) for states in outputs.hidden_states]
+            rows = [
+                states.index_select(1, to_device(path, states.device)).split(1, dim=1)
+                for states in outputs.hidden_states
+            ]
             self.hidden_states += tuple(zip(*rows))
         if self.attentions is not None:
             # An attention function without weights gives no layers either.
@@ -87,7 +90,7 @@ class LayerOutputs:
 
 def _attentions(weights: Tensor, window: int | None, path: Tensor) -> list[Tensor]:
     """Weights of shape `(1, heads, nodes, cached + nodes)` as plain decoding gives them, one token after the other."""
-    path = path.to(weights.device)
+    path = to_device(path, weights.device)
     cached = weights.shape[-1] - weights.shape[-2]
     keys = torch.cat((torch.arange(cached, device=path.device), cached + path))
     rows = weights.index_select(2, path).index_select(3, keys)
@@ -201,7 +204,7 @@ class TargetRun:
         """
         if self._starts_anew(input_ids):
             inputs = self.model.prepare_inputs_for_generation(
-                input_ids.to(self.model.device), use_cache=True, **self.layer_outputs.arguments
+                to_device(input_ids, self.model.device), use_cache=True, **self.layer_outputs.arguments
             )
             with self._tap as tap:
                 outputs = self._outputs = self.model(**inputs, return_dict=True)
@@ -215,7 +218,7 @@ class TargetRun:
         tree = tree.padded(self.acceleration.padded_size(nodes))
         masks = {kind: self._mask(kind, tree, start) for kind in self._kinds}
         positions = start + self._position_shift + tree.depths
-        inputs = torch.stack((tree.token_ids, positions)).to(self.model.device)
+        inputs = to_device(torch.stack((tree.token_ids, positions)), self.model.device)
         with self._tap as tap, self.acceleration.scoring(self.cache, masks.values()):
             outputs = self._outputs = self.model(
                 input_ids=inputs[:1],
@@ -323,22 +326,22 @@ class TargetRun:
         cached = kv_length - nodes - unused
         if kind != SLIDING and self._hidden_slots is None:
             # All nodes see all cached slots.
-            mask = F.pad(additive_mask(tree.visible, dtype).to(device), (cached, 0))
-            return hide_end(mask, unused)[None, None]
+            mask = F.pad(to_device(additive_mask(tree.visible, dtype), device), (cached, 0))
+            return hide_end(mask, unused).unflatten(0, (1, 1, -1))
         slots = torch.arange(kv_offset, kv_offset + cached, device=device)
         before = torch.ones(nodes, cached, dtype=torch.bool, device=device)
         inside = tree.visible
         if kind == SLIDING:
             # The window is the model's, not the cache layer's: a user's own cache may keep more than the window.
             oldest = start + tree.depths - self._config.sliding_window
-            before = slots[None] > oldest.to(device)[:, None]
+            before = slots[None] > to_device(oldest, device)[:, None]
             inside = inside & (start + tree.depths[None] > oldest[:, None])
         if self._hidden_slots is not None:
             padded = torch.zeros(start, dtype=torch.bool, device=device)
             padded[: self._hidden_slots.shape[0]] = self._hidden_slots
             before = before & ~padded[slots]
-        mask = additive_mask(torch.cat((before, inside.to(device)), dim=1), dtype)
-        return hide_end(mask, unused)[None, None]
+        mask = additive_mask(torch.cat((before, to_device(inside, device)), dim=1), dtype)
+        return hide_end(mask, unused).unflatten(0, (1, 1, -1))
 
     def _layer_of_kind(self, kind: str) -> Any:
         kinds = getattr(self._config, "layer_types", None)
@@ -349,7 +352,7 @@ class TargetRun:
 def _keep_rows(layer: Any, path: Tensor, nodes: int) -> None:
     """As [`StackedRows.keep`], for the last `nodes` rows of a layer of its own, such as one with a window."""
     start, end = layer.keys.shape[-2] - nodes, layer.keys.shape[-2] - nodes + path.shape[0]
-    sources = (path + start).to(layer.keys.device)
+    sources = to_device(path + start, layer.keys.device)
     for states in (layer.keys, layer.values):
         states[..., start:end, :] = states.index_select(-2, sources)
 
@@ -447,8 +450,8 @@ class BatchedTargetRun:
             size = len(tree)
             tokens[row, :size], depths[row, :size] = tree.token_ids, tree.depths
             visible[row, :size, :size] = tree.visible
-        tokens, depths = torch.stack((tokens, depths)).to(device)
-        places, visible = self._lengths.slots(1) + depths, visible.to(device)
+        tokens, depths = to_device(torch.stack((tokens, depths)), device)
+        places, visible = self._lengths.slots(1) + depths, to_device(visible, device)
         masks = {kind: self._mask(kind, places, visible) for kind in self._kinds}
         with self._tap as tap, self.acceleration.scoring(self.cache, masks.values()):
             outputs = self.model(
@@ -475,14 +478,14 @@ class BatchedTargetRun:
             sources[row, : counts[row]] = path
         if not sources.equal(targets):
             starts = self._lengths.slots(1)
-            sources, targets = torch.stack((sources, targets)).to(starts.device) + starts
+            sources, targets = to_device(torch.stack((sources, targets)), starts.device) + starts
             for stack in self._stacks:
                 stack.keep(sources, targets)
         self._lengths.advance(counts)
 
     def select(self, rows: Sequence[int]) -> None:
         """Drops all rows but those at these indices."""
-        indices = torch.tensor(rows, device=self.model.device)
+        indices = to_device(torch.tensor(rows), self.model.device)
         self._lengths.values = [self._lengths.values[row] for row in rows]
         self._offsets = self._offsets[indices]
         for stack in self._stacks:

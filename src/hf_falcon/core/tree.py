@@ -97,12 +97,9 @@ def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
     Returns:
         `torch.BoolTensor` of shape `(nodes, nodes)`: see [`DraftTree`].
     """
-    nodes = torch.arange(parents.shape[0], device=parents.device)
-    visible = torch.zeros(parents.shape[0], parents.shape[0], dtype=torch.bool, device=parents.device)
-    ancestors = nodes
-    for _ in range(depth + 1):
-        visible[nodes, ancestors] = True
-        ancestors = parents[ancestors]
+    itself = visible = torch.eye(parents.shape[0], dtype=torch.bool)
+    for _ in range(depth):
+        visible = itself | visible[parents]
     return visible
 
 
@@ -318,8 +315,9 @@ class DynamicRound:
         self._tokens: list[Tensor] = []
         self._continued: list[Tensor] = []
         self._row_scores: Tensor | None = None
-        # On the host, of each level: the node before each candidate. `None` before the candidates are there.
-        self._parents: list[Tensor] | None = None
+        # Of all levels, on the host: log-probabilities and tokens of the candidates, and the candidate before each, or
+        # -1 for the root. `None` before the candidates are there.
+        self._collected: tuple[Tensor, Tensor, Tensor] | None = None
         # Tokens of a path that was added.
         self._path_length = 0
 
@@ -359,34 +357,39 @@ class DynamicRound:
 
     def best(self, depth: int | None = None) -> Tensor:
         """Log-probabilities of the most probable nodes of `depth` levels, at most `num_nodes`, in descending order."""
-        if not self._scores:
+        if self._collected is not None and depth is None:
+            scores = self._collected[0]
+        elif self._scores:
+            scores = torch.cat(self._scores[:depth])
+        else:
             return torch.empty(0)
-        scores = torch.cat(self._scores[:depth])
         return scores.topk(min(self._tree.num_nodes, scores.shape[0])).values
 
     def candidates(self) -> list[Tensor]:
         """What [`collect`] brings to the host: nothing if it is there."""
-        if self._parents is not None or not self._scores:
+        if self._collected is not None or not self._scores:
             return []
         return [torch.cat(self._scores), torch.cat(self._tokens + self._continued)]
 
     def take(self, candidates: list[Tensor]) -> None:
         """Takes `candidates` on the host."""
-        if self._parents is not None:
+        if self._collected is not None:
             return
-        self._parents = []
         if not candidates:
+            self._collected = torch.empty(0), torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
             return
+        scores, numbers = candidates
         counts = [each.shape[0] for each in self._scores]
-        self._scores = list(candidates[0].split(counts))
-        # A level behind which nothing was drafted has branches, and no level continues them.
-        parts = candidates[1].split(counts + [each.shape[0] for each in self._continued])
-        self._tokens, self._continued = list(parts[: len(counts)]), list(parts[len(counts) :])
-        nodes, first = torch.full((1,), -1), 0
-        for level, count in enumerate(counts):
-            self._parents.append(nodes.repeat_interleave(count // nodes.shape[0]))
-            if level + 1 < len(counts):
-                nodes, first = first + self._continued[level], first + count
+        self._scores = list(scores.split(counts))
+        tokens, continued = numbers[: sum(counts)], numbers[sum(counts) :]
+        # The nodes that have candidates are the root and, of each level, the continued ones. A level behind which
+        # nothing was drafted may have branches that no level continues.
+        widths = [1, *(each.shape[0] for each in self._continued[: len(counts) - 1])]
+        firsts = [-1, *itertools.accumulate(counts[:-1], initial=0)][: len(widths)]
+        nodes = torch.tensor([first for first, width in zip(firsts, widths) for _ in range(width)])
+        nodes[1:] += continued[: nodes.shape[0] - 1]
+        children = [count // width for count, width in zip(counts, widths) for _ in range(width)]
+        self._collected = scores, tokens, nodes.repeat_interleave(torch.tensor(children))
 
     def add_path(self, token_ids: Tensor, log_probs: Tensor) -> None:
         """
@@ -398,22 +401,24 @@ class DynamicRound:
             log_probs (`torch.Tensor` of shape `(length,)`): log-probability of the path up to each token.
         """
         collect([self])
-        assert self._parents is not None
-        node, depth, first = token_ids.new_full((1,), -1), 0, 0
-        for scores, tokens, parents in zip(self._scores, self._tokens, self._parents):
-            if depth == token_ids.shape[0]:
-                break
-            found = ((parents == node) & (tokens == token_ids[depth])).nonzero()[:, 0]
+        assert self._collected is not None
+        scores, tokens, parents = self._collected
+        node, depth = -1, 0
+        for token in token_ids.tolist():
+            found = ((parents == node) & (tokens == token)).nonzero()
             if found.shape[0] == 0:
                 break
-            scores[found] = scores[found].maximum(log_probs[depth])
-            node, depth, first = first + found, depth + 1, first + scores.shape[0]
+            node = int(found[0])
+            scores[node] = scores[node].maximum(log_probs[depth])
+            depth += 1
         new = token_ids.shape[0] - depth
         if new > 0:
-            count = sum(each.shape[0] for each in self._scores)
-            self._scores.append(log_probs[depth:])
-            self._tokens.append(token_ids[depth:])
-            self._parents.append(torch.cat((node, torch.arange(count, count + new - 1))))
+            count = scores.shape[0]
+            self._collected = (
+                torch.cat((scores, log_probs[depth:])),
+                torch.cat((tokens, token_ids[depth:])),
+                torch.cat((parents, torch.tensor([node, *range(count, count + new - 1)]))),
+            )
             self._path_length = token_ids.shape[0]
 
     def finish(self, root: Tensor, size: Callable[[Tensor], int] = len) -> DraftTree:
@@ -427,23 +432,21 @@ class DynamicRound:
                 nodes are kept.
         """
         collect([self])
-        if not self._scores:
-            return single_node(root)
-        assert self._parents is not None
-        scores = torch.cat(self._scores)
+        assert self._collected is not None
+        scores, tokens, parents = self._collected
         # Parents have smaller numbers, so a stable sort keeps a parent before a child of the same probability.
         best = scores.sort(descending=True, stable=True)
-        count = size(best.values[: self._tree.num_nodes])
+        count = size(best.values[: self._tree.num_nodes]) if scores.shape[0] else 0
         if count == 0:
             return single_node(root)
         chosen = best.indices[:count].sort().values
         place = torch.zeros(scores.shape[0] + 1, dtype=torch.long)
         place[chosen] = torch.arange(1, count + 1)
         # Parent -1 reads the last entry of `place`, which is 0: the root.
-        parents = F.pad(place[torch.cat(self._parents)[chosen]], (1, 0))
+        parents = F.pad(place[parents[chosen]], (1, 0))
         visible = ancestor_mask(parents, max(len(self._scores), self._path_length))
-        tokens = torch.cat((root, torch.cat(self._tokens)[chosen]))
-        return DraftTree(tokens, parents, visible.sum(dim=1) - 1, visible, F.pad(scores[chosen], (1, 0)))
+        token_ids = torch.cat((root, tokens[chosen]))
+        return DraftTree(token_ids, parents, visible.sum(dim=1) - 1, visible, F.pad(scores[chosen], (1, 0)))
 
     def _most_probable(self, depth: int) -> torch.return_types.topk:
         scores = self._scores[depth - 1]
@@ -458,6 +461,12 @@ def collect(rounds: Sequence[StaticRound | DynamicRound]) -> None:
         each.take([found.pop(0) for _ in part])
 
 
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copies a tensor of the host to a device. The host does not wait, unlike for `tensor.to(device)`."""
+    # MPS would read the memory after it may have been freed.
+    return tensor.to(device, non_blocking=device.type != "mps")
+
+
 def to_host(*tensors: Tensor) -> list[Tensor]:
     """
     Copies tensors of 32 or 64 bits a value to the host, in one transfer if they are on another device: the host waits
@@ -465,7 +474,7 @@ def to_host(*tensors: Tensor) -> list[Tensor]:
     """
     if all(each.device.type == "cpu" for each in tensors):
         return list(tensors)
-    words = [each.reshape(-1).view(torch.int32) for each in tensors]
+    words = [(each if each.dim() == 1 else each.reshape(-1)).view(torch.int32) for each in tensors]
     found = torch.cat(words).cpu().split([each.shape[0] for each in words])
     # A copy of a part starts where any dtype may start.
-    return [part.clone().view(each.dtype).view(each.shape) for part, each in zip(found, tensors)]
+    return [part.clone().view(each.dtype).view_as(each) for part, each in zip(found, tensors)]

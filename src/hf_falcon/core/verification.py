@@ -26,7 +26,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from .hook import allowed_tokens_function, pad_token
 from .statistics import NearTies
-from .tree import DraftTree, to_host
+from .tree import DraftTree, to_device, to_host
 
 # Steps that the fastest row may be ahead of the slowest: the noise of a step is kept until all rows have used it.
 MOST_STEPS_AHEAD = 64
@@ -72,7 +72,6 @@ class StepNoise:
 
 # Criteria that read token ids alone, and so are asked on the host; by exact type, as a subclass may differ.
 _HOST_CRITERIA = {
-    generation.EosTokenCriteria,
     generation.MaxLengthCriteria,
     generation.MaxTimeCriteria,
     generation.StopStringCriteria,
@@ -118,7 +117,10 @@ class TokenSequence:
         # Only a call that returns statistics pays for them.
         self.near_ties = NearTies() if returns_dict else None
         self._processors = logits_processor
-        self._criteria = stopping_criteria
+        # Most calls ask for EOS at every token, and the token is on the host.
+        eos = [each for each in stopping_criteria if type(each) is generation.EosTokenCriteria]
+        self._eos = {token for each in eos for token in each.eos_token_id.tolist()}
+        self._criteria = [each for each in stopping_criteria if each not in eos]
         self._do_sample = generation_config.do_sample
         self.streamer = streamer
         self._draw = draw or _draw
@@ -128,7 +130,7 @@ class TokenSequence:
         """All tokens, of shape `(1, length)`, on the target's device."""
         known = self._input_ids.shape[1]
         if known < self.token_ids.shape[1]:
-            new = self.token_ids[:, known:].to(self._input_ids.device)
+            new = to_device(self.token_ids[:, known:], self._input_ids.device)
             self._input_ids = torch.cat((self._input_ids, new), dim=1)
         return self._input_ids
 
@@ -197,7 +199,7 @@ class TokenSequence:
         self.token_ids = torch.cat((self.token_ids, torch.tensor([[token]])), dim=1)
         if self.streamer is not None:
             self.streamer.put(self.token_ids[0, -1:])
-        self.finished = False
+        self.finished = token in self._eos
         for criterion in self._criteria:
             ids = self.token_ids if type(criterion) in _HOST_CRITERIA else self.input_ids
             answer = criterion(ids, self.scores)
@@ -227,7 +229,7 @@ def verify(tree: DraftTree, logits: Tensor, sequence: TokenSequence) -> tuple[Te
         [choices] = to_host(logits.max(dim=-1).indices)
         path, accepted = verify_greedy(tree, choices, sequence)
         if sequence.near_ties is not None:
-            sequence.near_ties.observe(logits[path.to(logits.device)])
+            sequence.near_ties.observe(logits[to_device(path, logits.device)])
         return path, accepted
     return walk(tree, sequence, lambda node, children: sequence.choose(logits[node][None]))
 
@@ -346,7 +348,7 @@ class BatchSequence:
     @property
     def input_ids(self) -> Tensor:
         """See `token_ids`; on the target's device."""
-        return self.token_ids.to(self.prompts.device)
+        return to_device(self.token_ids, self.prompts.device)
 
     @property
     def token_ids(self) -> Tensor:
