@@ -33,7 +33,19 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 if not hasattr(registration, "_setup_privateuseone_for_python_backend"):
     pytest.skip(f"torch {torch.__version__} has no devices written in Python", allow_module_level=True)
-registration._setup_privateuseone_for_python_backend("sim")
+
+
+class _Availability(registration._DummyBackendModule):
+    """The device is there inside [`device`] only: other tests of the process, as of training, run without it."""
+
+    is_here = False
+
+    def is_available(self) -> bool:
+        return self.is_here
+
+
+_availability = _Availability()
+registration._setup_privateuseone_for_python_backend("sim", _availability)
 
 HOST = torch.device("cpu")
 # Operations that the host waits for, and operations whose indices may be on the host.
@@ -124,12 +136,7 @@ for _name in ("tolist", "item", "__bool__", "__int__", "__float__", "__index__")
     setattr(DeviceTensor, _name, _waiting(_name))
 
 
-def _cpu(self: DeviceTensor) -> Tensor:
-    _counts.sync("cpu")
-    return self.value.clone()
-
-
-DeviceTensor.cpu = _cpu
+DeviceTensor.cpu = lambda self: self.to("cpu")
 
 
 def _is_ours(place: Any) -> bool:
@@ -227,8 +234,12 @@ def device() -> Iterator[Counts]:
     """Inside, tensors may be made on the device. Gives the [`Counts`] of what is done there."""
     global _counts
     _counts = Counts()
-    with _Operations(), _Factories(), torch.no_grad():
-        yield _counts
+    _availability.is_here = True
+    try:
+        with _Operations(), _Factories(), torch.no_grad():
+            yield _counts
+    finally:
+        _availability.is_here = False
 
 
 def move(module: nn.Module, place: str = "sim:0") -> nn.Module:

@@ -24,6 +24,17 @@ def memory(row: Row) -> str:
     )
 
 
+def operations(row: Row) -> str:
+    """What a row's rounds ask of the device, in a sentence."""
+    if row.get("operations") is None:
+        return "No round was run that could be counted."
+    waits = "" if row["synchronisations"] is None else f", and waits for the device {row['synchronisations']:g} times"
+    return (
+        f"Beside the target's forward, a round launches {row['operations']:.0f} operations: "
+        f"{100 * row['operations_share']:.0f} % of a plain step's{waits}."
+    )
+
+
 def table(rows: list[Row]) -> str:
     """The speed-up of each method on each data set, as aligned text."""
     methods = list(dict.fromkeys(row["method"] for row in rows))
@@ -78,6 +89,9 @@ def markdown(environment: dict[str, Any], rows: list[Row], absent: dict[str, str
         "nodes",
         "drafter MB",
         "of target",
+        "operations",
+        "of a step",
+        "waits",
     ]
     lines += [_line(head), _line(["---"] * len(head))]
     for row in rows:
@@ -100,6 +114,9 @@ def markdown(environment: dict[str, Any], rows: list[Row], absent: dict[str, str
                     "" if row.get("node_budget") is None else str(row["node_budget"]),
                     "" if row.get("node_budget") is None else f"{row['drafter_memory_mb']:.1f}",
                     "" if row.get("node_budget") is None else f"{100 * row['drafter_memory_share']:.1f} %",
+                    "" if row.get("operations") is None else f"{row['operations']:.0f}",
+                    "" if row.get("operations") is None else f"{100 * row['operations_share']:.0f} %",
+                    "" if row.get("synchronisations") is None else f"{row['synchronisations']:g}",
                 ]
             )
         )
@@ -111,7 +128,10 @@ def markdown(environment: dict[str, Any], rows: list[Row], absent: dict[str, str
         "plain decoding's, the median of the first diverging token, and of the logit gap there (the logit of plain "
         "decoding's token minus the logit of the method's). Nodes: draft tokens of a tree, at most. Drafter MB, of "
         "target: the memory of the drafter (its weights, its copy of the LM head, its cache at the longest context "
-        "and its tree), and its share of the target's weights.",
+        "and its tree), and its share of the target's weights. Operations, of a step, waits: what a round launches on "
+        "the device beside the target's forward, its share of what a plain step launches with the forward, and how "
+        "often the host waits for a device other than a CPU; medians over the rounds of the first prompt, counted in "
+        "a run of their own.",
     ]
     if exact:
         lines.append("A method whose tokens differ in float32 gets no speed-up.")

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,11 +16,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
+from ..core.drafter import FalconDraftModel
 from ..cpu.compiling import compiled_rounds
 from ..cpu.packing import packed_weights
 from .divergence import first_divergence
 from .methods import COMPILED, PACKED
 from .metrics import PLAIN
+from .operations import RoundOperations, count_round
 from .traces import Trace, TraceFile
 
 _SEED = 0
@@ -125,6 +128,19 @@ class Benchmark:
             if method in COMPILED:
                 stack.enter_context(compiled_rounds(self._target, drafter=drafter))
             yield
+
+    def operations(self, text: str) -> dict[str, RoundOperations | None]:
+        """
+        What a plain step asks of the device, and a round of each method that drafts with a Falcon drafter, for a
+        prompt. Packed and compiled methods are left out: their operations are not dispatched one by one.
+        """
+        inputs = encode(self._tokenizer, [{"role": "user", "content": text}], self._target.device)
+        found = {}
+        for name, arguments in self._methods.items():
+            drafts = isinstance(arguments.get("assistant_model"), FalconDraftModel)
+            if (drafts and name not in (*PACKED, *COMPILED)) or name == PLAIN:
+                found[name] = count_round(self._target, partial(self._generate, name, inputs), name == PLAIN)
+        return found
 
     def _generate(self, method: str, inputs: dict[str, Tensor]) -> Any:
         set_seed(_SEED)

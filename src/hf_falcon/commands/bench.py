@@ -20,6 +20,7 @@ from ..bench.medusa import MedusaLikeModel
 from ..bench.memory import drafter_bytes, weight_bytes
 from ..bench.methods import FALCON, METHODS, OTHER_SAMPLES, Models, resolve
 from ..bench.metrics import PLAIN, summarise
+from ..bench.operations import RoundOperations
 from ..bench.prompts import HUB_DATA, read_turns
 from ..bench.runner import Benchmark, longest_context
 from ..bench.scaled import SHAPES, scaled_drafter, scaled_target
@@ -166,11 +167,13 @@ def main(argv: list[str]) -> int:
     }
     if wanted <= file.traces.keys():
         print(f"All answers were measured before: delete {Path(arguments.output) / TRACES_NAME} to measure it again.")
-    Benchmark(models.target, tokenizer, methods, settings, arguments.repeats).run(data, file)
+    benchmark = Benchmark(models.target, tokenizer, methods, settings, arguments.repeats)
+    benchmark.run(data, file)
 
     traces = [trace for key, trace in file.traces.items() if key in wanted]
     rows = summarise(traces, exact, OTHER_SAMPLES if settings["do_sample"] else ())
     _add_drafting(rows, methods, models, arguments.scaled)
+    _add_operations(rows, benchmark.operations(next(iter(data.values()))[0][0]))
     folder = Path(arguments.output)
     write_atomically(folder / "report.json", json.dumps({"environment": environment, "runs": rows}, indent=2).encode())
     write_atomically(folder / "report.md", report.markdown(environment, rows, absent, exact).encode())
@@ -182,6 +185,7 @@ def main(argv: list[str]) -> int:
     for row in rows:
         if row["method"] == FALCON and row["data"] == rows[-1]["data"] and row["drafter_memory_mb"] is not None:
             print(report.memory(row))
+            print(report.operations(row))
     print(f"More in {folder / 'report.md'}.")
     return 1 if exact and any(row["speedup"] is None for row in rows) else 0
 
@@ -294,3 +298,15 @@ def _add_drafting(
             found[name] |= zip(fields, values)
     for row in rows:
         row |= found[row["method"]]
+
+
+def _add_operations(rows: list[dict[str, Any]], found: dict[str, RoundOperations | None]) -> None:
+    """Adds what a round asks of the device, and its share of what a plain step does."""
+    plain = found[PLAIN]
+    for row in rows:
+        counted = found.get(row["method"])
+        row |= dict.fromkeys(("operations", "operations_share", "synchronisations"))
+        if counted is not None and plain is not None:
+            share = counted.operations / plain.operations
+            values = (counted.operations, share, counted.synchronisations)
+            row |= zip(("operations", "operations_share", "synchronisations"), values)
