@@ -279,7 +279,7 @@ class FalconDraftNetwork(PreTrainedModel):
         """
         fused, _ = self.fuse(features, inputs_embeds)
         if position_ids is None:
-            position_ids = torch.arange(features.shape[1], device=features.device)[None]
+            position_ids = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
         valid = None if attention_mask is None else attention_mask.bool()
         mask = additive_mask(relaxed_causal_mask(block_ids, valid), fused.dtype)
         return self.run_layers(fused, block_ends(block_ids), position_ids, mask)

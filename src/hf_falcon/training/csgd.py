@@ -243,7 +243,7 @@ def draft_pass(
 ) -> Tensor:
     """Predictions of the last of `passes` unrolled passes, all positions at once."""
     fused, _ = drafter.fuse(features, embeds)
-    positions = torch.arange(features.shape[1], device=features.device)[None]
+    positions = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
     mask = additive_mask(_unrolled_mask(block_ids, valid, passes), fused.dtype)
     return drafter.run_layers(fused, block_ends(block_ids), positions, mask, cache)
 
