@@ -31,8 +31,8 @@ def dtype(request) -> torch.dtype:
 
 
 def fresh(name: str = "llama", dtype: torch.dtype = torch.float32, tied: bool = False):
-    """A target of the test's own; the cached ones are shared."""
-    target = copy.deepcopy(tiny_target(name)).to(dtype)
+    """A target of the test's own; the cached ones are shared, and training freezes its target."""
+    target = copy.deepcopy(tiny_target(name)).to(dtype).requires_grad_(True)
     if tied:
         target.config.tie_word_embeddings = True
         target.tie_weights()

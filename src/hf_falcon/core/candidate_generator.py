@@ -276,7 +276,12 @@ class FalconCandidateGenerator(CandidateGenerator):
         return tree_round
 
     def complete(self, tree_round: StaticRound | DynamicRound) -> None:
-        """Brings a round that `draft` returned to the host, and adds the path of prompt lookup."""
+        """
+        Brings a round to the host, and adds the path of prompt lookup.
+
+        Args:
+            tree_round: the round that `draft` returned.
+        """
         collect([tree_round])
         if isinstance(tree_round, DynamicRound):
             if self._decision.passes is not None and self._decision.node_costs is not None:
