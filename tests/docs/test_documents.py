@@ -249,7 +249,7 @@ def test_every_page_with_python_is_run():
 
 def test_options_in_the_text_are_there(capsys):
     """Also the options that stand outside of commands."""
-    known = "".join(file.read_text() for file in ROOT.glob("examples/*.py"))
+    known = "".join(file.read_text() for folder in ("examples", "docs") for file in (ROOT / folder).glob("*.py"))
     for name in entry.COMMANDS:
         with pytest.raises(SystemExit):
             entry.main([name, "--help"])

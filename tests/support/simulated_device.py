@@ -116,6 +116,9 @@ class DeviceTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> "DeviceTensor":
         return DeviceTensor(self.value.clone(), self.device)
 
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.value.untyped_storage()
+
     def numpy(self, *arguments: Any, **kwargs: Any) -> Any:
         raise TypeError("can't convert a tensor of a device to numpy: copy it to the host first")
 

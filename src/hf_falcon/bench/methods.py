@@ -61,6 +61,13 @@ def _plain_compiled(models: Models) -> dict[str, Any]:
     return {"cache_implementation": "static", "max_cache_len": models.longest_context}
 
 
+def _compiled(models: Models) -> dict[str, Any]:
+    device = models.target.device.type
+    if device not in ("cpu", "cuda"):
+        raise NotAvailable(f"rounds are compiled for CPUs and CUDA, and this is {device}")
+    return _drafter(models)
+
+
 def _lookahead(models: Models) -> dict[str, Any]:
     raise NotAvailable(
         "its authors' code (hao-ai-lab/LookaheadDecoding) was written for transformers 4.36 and replaces "
@@ -137,8 +144,8 @@ METHODS: dict[str, Callable[[Models], dict[str, Any]]] = {
     "falcon_multi_root": partial(_fixed_tree, verification="multi_root"),
     "plain_packed": lambda models: {},
     "falcon_packed": _drafter,
-    "falcon_compiled": _drafter,
-    "falcon_packed_compiled": _drafter,
+    "falcon_compiled": _compiled,
+    "falcon_packed_compiled": _compiled,
 }
 # Methods with packed weights, and methods with compiled rounds.
 PACKED = ("plain_packed", "falcon_packed", "falcon_packed_compiled")

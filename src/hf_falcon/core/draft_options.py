@@ -52,7 +52,7 @@ class DraftOptions:
             A list of paths is a fixed tree of your own; each path is a list of child ranks from the root.
         assistant_confidence_threshold (`float`, *optional*, defaults to 0.05):
             With the schedule "constant": no further draft pass runs once the most probable path has a lower
-            probability. With 0, all passes run.
+            probability. With 0, and on a device other than a CPU, all passes run.
         prompt_lookup_num_tokens (`int`, *optional*, defaults to 32):
             The largest number of prompt lookup tokens in a dynamic tree: if the latest tokens occurred earlier, the
             tokens that followed them are added to the tree. They count as nodes. 0 turns prompt lookup off.
