@@ -23,9 +23,15 @@ from typing import Any
 import torch
 
 from hf_falcon.bench.report import memory, operations
-from hf_falcon.commands import bench, tune
+from hf_falcon.bench.runner import encode
+from hf_falcon.bench.tuning import drafting, target_seconds
+from hf_falcon.commands import bench
+from hf_falcon.commands.models import load_drafter, load_target
+from hf_falcon.core.draft_options import DraftOptions
 
 DOCS = Path(__file__).parent
+# Of the times of a forward: tokens before it, draft nodes at most, and seconds of measuring.
+CONTEXT, MOST_NODES, SECONDS = 256, 127, 20.0
 BEGIN, END = "<!-- measured -->", "<!-- end -->"
 METHODS = "plain,plain_compiled,prompt_lookup,prompt_lookup_8,falcon,falcon_compiled"
 # Of the larger network, whose layers would take many minutes to compile.
@@ -76,10 +82,18 @@ def run_bench(arguments: argparse.Namespace, name: str, methods: str, limit: int
     bench.main(words)
 
 
-def run_tune(arguments: argparse.Namespace) -> None:
-    """Runs `hf-falcon tune`: the time of the target's forward by nodes, and of a draft pass."""
-    words = ["--dtype", "bfloat16", "--max_new_tokens", str(arguments.max_new_tokens), *_models(arguments)]
-    tune.main([*words, "--seconds", "20", "--output", str(arguments.output / "times")])
+def run_times(arguments: argparse.Namespace) -> None:
+    """Times the target's forward by draft nodes, and the drafter's passes, in bfloat16."""
+    device = torch.device(arguments.device)
+    target, tokenizer = load_target(arguments.target, torch.bfloat16, device)
+    drafter = load_drafter(arguments.drafter, torch.bfloat16, device)
+    seconds = target_seconds(target, CONTEXT, MOST_NODES, SECONDS)
+    prompt = encode(tokenizer, [{"role": "user", "content": "Why is the sky blue?"}], device)
+    text = target.generate(**prompt, max_new_tokens=arguments.max_new_tokens, do_sample=False)
+    options = DraftOptions.from_generation_config(drafter.generation_config)
+    _, commit, draft_pass = drafting(drafter, target, [text], options)
+    kept = {"seconds": seconds, "commit": commit, "draft_pass": draft_pass}
+    (arguments.output / "times.json").write_text(json.dumps(kept), encoding="utf-8")
 
 
 def _models(arguments: argparse.Namespace) -> list[str]:
@@ -98,7 +112,7 @@ def pieces(arguments: argparse.Namespace) -> dict[str, tuple[str, Callable[[], N
         "tests": ("tests.json", lambda: run_tests(arguments)),
         "bfloat16": table("bfloat16", "--dtype", "bfloat16"),
         "float32": table("float32", "--dtype", "float32"),
-        "times": ("times/tune.json", lambda: run_tune(arguments)),
+        "times": ("times.json", lambda: run_times(arguments)),
     }
     if arguments.scaled != "none":
         more = ("--dtype", "bfloat16", "--scaled", arguments.scaled)
@@ -173,7 +187,10 @@ def page(arguments: argparse.Namespace, errors: dict[str, str]) -> str:
         elif name == "tests":
             lines += [f"`pytest -m gpu`: {results[name]['summary']}.", ""]
         elif name == "times":
-            lines += ["Milliseconds of the target's forward in bfloat16, after 256 tokens:", *times(results[name])]
+            lines += [
+                f"Milliseconds of the target's forward in bfloat16, after {CONTEXT} tokens:",
+                *times(results[name]),
+            ]
         else:
             lines += ["Speed-up over plain `generate`:", *table(results[name])]
     if draw(results, arguments.page.parent / "images" / "gpu.png"):

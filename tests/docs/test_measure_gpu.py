@@ -50,8 +50,8 @@ def quick(script, monkeypatch):
     given = subprocess.CompletedProcess([], 0, "....\n== 7 passed, 9 deselected in 1.00s ==\n", "")
     monkeypatch.setattr(script.subprocess, "run", lambda *args, **kwargs: given)
     monkeypatch.setattr(script, "METHODS", "plain,plain_compiled,prompt_lookup,falcon")
-    tune = script.tune.main
-    monkeypatch.setattr(script.tune, "main", lambda words: tune([*words, "--seconds", "0.2"]))
+    monkeypatch.setattr(script, "SECONDS", 0.2)
+    monkeypatch.setattr(script, "CONTEXT", 20)
 
 
 TITLES = ["Tests", "Speed in bfloat16", "Speed in float32", "Time of a forward", "A network of 1b size"]
