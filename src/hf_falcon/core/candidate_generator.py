@@ -264,7 +264,8 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._rows, self._new_rows = rows, 0
         if drafts and self._uncommitted:
             self._new_rows = new = sum(each.shape[1] for each in self._uncommitted)
-            features, self._uncommitted = torch.cat(self._uncommitted, dim=1), []
+            [features, *more], self._uncommitted = self._uncommitted, []
+            features = torch.cat((features, *more), dim=1) if more else features
             self.commit(features, input_ids[:, -new:], self._first_position, self._prompt_embeds)
         self._watch.lap()
         tree_round = self._tree.start(max_depth)
@@ -370,7 +371,8 @@ class FalconCandidateGenerator(CandidateGenerator):
         # The last known position must end a block. Whole blocks are cut from the right; the first may be short only
         # where the context begins.
         needed = min(math.ceil(new / size) * size, rows.shape[1])
-        rows = rows[:, -needed:]
+        if needed < rows.shape[1]:
+            rows = rows[:, -needed:]
         self._committed += new
         self._cache.length = self._committed - needed
         # Chunks of whole blocks, cut from the right like the blocks.

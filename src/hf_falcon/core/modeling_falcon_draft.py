@@ -60,15 +60,13 @@ def block_ends(block_ids: Tensor) -> Tensor:
     return torch.searchsorted(block_ids.contiguous(), block_ids.contiguous(), right=True) - 1
 
 
-def _rotary(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """
-    Cosines and sines of shape `(batch, length, 1, head_dim)`, in float32: bfloat16 cannot hold large positions. The
-    first half of the sines has the opposite sign; see `_rotate`.
-    """
+def _frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """Rotary frequencies of both halves of a head, of shape `(head_dim,)`; negative for the first, see `_rotate`."""
     half = head_dim // 2
-    frequencies = torch.logspace(0, 1 / half - 1, half, base=theta, device=position_ids.device)
-    angles = position_ids.reshape(*position_ids.shape, 1, 1) * torch.cat((-frequencies, frequencies))
-    return angles.cos(), angles.sin()
+    # In float32, as bfloat16 cannot hold large positions. Training may use what a call in inference mode has made.
+    with torch.inference_mode(False), torch.no_grad():
+        frequencies = torch.logspace(0, 1 / half - 1, half, base=theta, device=device)
+        return torch.cat((-frequencies, frequencies))
 
 
 def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -245,6 +243,8 @@ class FalconDraftNetwork(PreTrainedModel):
         self.register_buffer("feature_std", torch.ones(config.hidden_size))
         if config.draft_vocab_size is not None:
             self.register_buffer("draft_vocab_ids", torch.arange(config.draft_vocab_size))
+        # No buffer: the dtype of the model may change, and this one may not.
+        self._frequencies: dict[torch.device, Tensor] = {}
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -300,8 +300,10 @@ class FalconDraftNetwork(PreTrainedModel):
             without an LSTM).
         """
         hidden_size = self.config.hidden_size
-        normalised = self._normalise(features[..., :hidden_size])
-        if self.layer_reader is not None and features.shape[-1] > hidden_size:
+        if self.layer_reader is None or features.shape[-1] == hidden_size:
+            normalised = self._normalise(features)
+        else:
+            normalised = self._normalise(features[..., :hidden_size])
             normalised = normalised + self.layer_reader(features[..., hidden_size:].to(normalised.dtype))
         return self.fusion(normalised, inputs_embeds.to(normalised.dtype), state)
 
@@ -332,8 +334,8 @@ class FalconDraftNetwork(PreTrainedModel):
             to_end = ends - torch.arange(rows, device=fused.device)
             sequences = torch.arange(batch, device=fused.device)[:, None]
             hidden = hidden + self.anchor(fused).unflatten(-1, (self.config.block_size, -1))[sequences, ends, to_end]
-        cos, sin = _rotary(position_ids, self.config.head_dim, self.config.rope_theta)
-        cos, sin = cos.to(hidden.dtype), sin.to(hidden.dtype)
+        angles = position_ids.reshape(batch, rows, 1, 1) * self._frequencies_on(position_ids.device)
+        cos, sin = angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
         # One mask for the query heads of each group; see [`FalconAttention`].
         mask = mask.repeat(1, 1, self.config.num_attention_heads // self.config.num_key_value_heads, 1)
         # One matrix: a product of three dimensions takes twice as many operations.
@@ -357,6 +359,14 @@ class FalconDraftNetwork(PreTrainedModel):
             return predicted
         corrected = self.conditioning(self._normalise(predicted), previous_embeds.to(self.norm.weight.dtype))
         return corrected * self.feature_std + self.feature_mean
+
+    def _frequencies_on(self, device: torch.device) -> Tensor:
+        known = self._frequencies.get(device)
+        if known is None:
+            known = _frequencies(self.config.head_dim, self.config.rope_theta, device)
+            if not torch.compiler.is_compiling():
+                self._frequencies[device] = known
+        return known
 
     def _normalise(self, features: Tensor) -> Tensor:
         return (features.to(self.norm.weight.dtype) - self.feature_mean) / self.feature_std
