@@ -15,6 +15,7 @@ import simulated_device
 import torch
 from accelerate import dispatch_model
 from tiny_models import (
+    ROPE_PHI3,
     VOCAB,
     new_drafter,
     new_target,
@@ -181,7 +182,7 @@ def test_rows_that_draft_nothing(device):
     assert device.host(found.sequences).tolist() == device.host(expected.sequences).tolist()
 
 
-@pytest.mark.parametrize("name", ["gemma3", "qwen2-mixed", "mistral-window", "granite", "phi3-longrope"])
+@pytest.mark.parametrize("name", ["gemma3", "qwen2-mixed", "mistral-window", "granite", "llama-dynamic", *ROPE_PHI3])
 def test_targets(name, device):
     target, drafter = models(device, name)
     check(device, target, drafter, prompt(18), max_new_tokens=24)

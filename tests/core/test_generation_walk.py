@@ -15,10 +15,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import transformers
 from oracle import use_oracle
 from quick import quick
-from tiny_models import ROPE_SCALED, VOCAB, prompt, tiny_drafter, tiny_target, tiny_tokenizer
+from tiny_models import ROPE_PHI3, ROPE_SCALED, VOCAB, prompt, tiny_drafter, tiny_target, tiny_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -43,8 +42,6 @@ from hf_falcon.core.candidate_generator import FalconCandidateGenerator
 
 NEW_TOKENS = 24
 PROMPT = 9
-# transformers 5.17 loses the context where Phi3's frequencies change.
-ROPE_PHI3 = () if transformers.__version__.startswith("5.17.") else ("phi3-longrope",)
 SAMPLED = {"do_sample": True, "top_k": 0}
 DICT = {"return_dict_in_generate": True}
 
