@@ -25,14 +25,17 @@ def filled_cache(lengths: list[int], **shape: int) -> DynamicCache:
     return cache
 
 
+@pytest.mark.parametrize("apart", [False, True], ids=["together", "apart"])
 @pytest.mark.parametrize("filled", [1, 5, 300])
-def test_holds_what_plain_layers_hold(filled):
+def test_holds_what_plain_layers_hold(filled, apart):
     draws = random.Random(filled)
     torch.manual_seed(0)
     plain = filled_cache([filled, filled])
     stacked = copy.deepcopy(plain)
     own = list(stacked.layers)
-    [stack] = stack_layers(stacked)
+    [stack] = stack_layers(stacked, apart=apart)
+    storages = {layer.keys.untyped_storage().data_ptr() for layer in stacked.layers}
+    assert len(storages) == (2 if apart else 1)
     assert all(type(layer) is StackedLayer for layer in stacked.layers)
     for _ in range(60):
         count = draws.choice((1, 8, 60))

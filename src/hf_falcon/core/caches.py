@@ -26,22 +26,27 @@ STATIC_SLOTS = 512
 
 class StackedRows:
     """
-    Keys and values of several layers in two buffers of shape `(layers, batch, heads, slots, head_dim)`. Rows are
-    written in place, and one copy moves the accepted rows of all layers. Full buffers grow by half, so a round takes
-    the same time at any context length.
+    Keys and values of several layers. Rows are written in place. Full buffers grow by half, so a round takes the same
+    time at any context length.
+
+    Keys and values are two buffers of shape `(layers, batch, heads, slots, head_dim)`, so that one copy moves the
+    accepted rows of all layers; or, `apart`, two buffers a layer.
 
     Args:
         num_layers (`int`): the number of layers.
         static_slots (`int`, *optional*):
             Slots of the buffers. Layers then return all slots, so that shapes and addresses stay the same from round
             to round; if this many are not enough, the buffers grow all the same.
+        apart (`bool`, *optional*, defaults to `False`):
+            Whether each layer has buffers of its own. Compiled code that writes into several layers takes longer where
+            they share one.
     """
 
-    def __init__(self, num_layers: int, static_slots: int | None = None):
-        self._num_layers = num_layers
+    def __init__(self, num_layers: int, static_slots: int | None = None, apart: bool = False):
+        self._num_layers, self._apart = num_layers, apart
         self.is_static = static_slots is not None
         self._slots = static_slots or 0
-        # Keys and values; and for each layer, its part of both.
+        # Keys of all layers, then their values; and for each layer, its part of both.
         self._buffers: list[Tensor] = []
         self._parts: list[tuple[Tensor, Tensor]] = []
 
@@ -88,15 +93,17 @@ class StackedRows:
         if old and old[0].shape[-2] == slots:
             return
         self._slots = slots
+        count, layers = (self._num_layers, ()) if self._apart else (1, (self._num_layers,))
         self._buffers = [
             # Zeros: a slot that no row sees may not hold NaN.
-            states.new_zeros(self._num_layers, *states.shape[:2], slots, states.shape[-1])
+            states.new_zeros(*layers, *states.shape[:2], slots, states.shape[-1])
             for states in (keys, values)
+            for _ in range(count)
         ]
         for buffer, before in zip(self._buffers, old):
             buffer[..., : before.shape[-2], :] = before
-        keys_of_all, values_of_all = self._buffers
-        self._parts = [(keys_of_all[layer], values_of_all[layer]) for layer in range(self._num_layers)]
+        of_keys, of_values = (self._buffers[:count], self._buffers[count:]) if self._apart else self._buffers
+        self._parts = [(of_keys[layer], of_values[layer]) for layer in range(self._num_layers)]
 
     def _slots_for(self, end: int) -> int:
         return self._slots if end <= self._slots else max(_SMALLEST, end + end // 2)
@@ -117,11 +124,14 @@ class StackedRows:
 
 class DraftCache(StackedRows):
     """
-    Keys and values of the drafter. A pass writes its rows after the first `length` rows of every layer.
-    [`DraftCache.advance`] keeps them; without it, the next pass overwrites them. So a rollback changes `length` only.
+    Keys and values of the drafter, each layer's apart. A pass writes its rows after the first `length` rows of every
+    layer. [`DraftCache.advance`] keeps them; without it, the next pass overwrites them. So a rollback changes `length`
+    only.
     """
 
-    length = 0
+    def __init__(self, num_layers: int, static_slots: int | None = None):
+        super().__init__(num_layers, static_slots, apart=True)
+        self.length = 0
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """Writes the rows of one pass; see [`StackedRows.write`]."""
@@ -208,20 +218,20 @@ class StackedLayer(DynamicLayer):
         return self._layer
 
 
-def stack_layers(cache: Cache, static_slots: int | None = None) -> list[StackedRows]:
+def stack_layers(cache: Cache, static_slots: int | None = None, apart: bool = False) -> list[StackedRows]:
     """
     Replaces every plain `DynamicLayer` of a cache that has rows by a [`StackedLayer`].
 
     Args:
         cache ([`Cache`]): the cache.
-        static_slots (`int`, *optional*): see [`StackedRows`].
+        static_slots (`int`, *optional*), apart (`bool`, *optional*): see [`StackedRows`].
 
     Returns:
         `list[StackedRows]`: the stacks. Layers of the same shape share one.
     """
     stacks = []
     for alike in _alike({place: layer for place, layer in enumerate(cache.layers) if type(layer) is DynamicLayer}):
-        stacks.append(stack := StackedRows(len(alike), static_slots))
+        stacks.append(stack := StackedRows(len(alike), static_slots, apart))
         for index, place in enumerate(alike):
             cache.layers[place] = StackedLayer(cache.layers[place], stack, index)
     return stacks

@@ -290,7 +290,7 @@ class TargetRun:
         # Layers with a window then keep the rows of a tree until they are cropped.
         cache.activate_past_recording()
         cache.crop(0)
-        self._stacks = stack_layers(cache, self._static_slots())
+        self._stacks = stack_layers(cache, self._static_slots(), self.acceleration.wants_layers_apart)
         self._kept = self.length
 
     def _static_slots(self) -> int | None:
