@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from tiny_models import new_drafter, random_tokens
+from tiny_models import HIDDEN, new_drafter, new_target, random_tokens
 from utilities import close
 
 from hf_falcon.core.modeling_falcon_draft import block_ends, relaxed_causal_mask
@@ -38,3 +38,20 @@ def test_padding_changes_nothing(target):
         short = drafter(features[:, :8], embeds[:, :8], blocks[:, :8])
         padded = drafter(features, embeds, blocks, attention_mask=valid)
     close(padded[:, :8], short)
+
+
+def test_positions_stay_in_float32():
+    """Whatever dtype the model or torch has, and whoever calls first: bfloat16 cannot hold large positions."""
+    drafter = new_drafter(new_target("llama"), block_size=1, num_lstm_layers=0).bfloat16()
+    features = torch.randn(1, 4, HIDDEN, dtype=torch.bfloat16)
+    blocks = torch.arange(4)[None]
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.inference_mode():
+            drafter(features, features, blocks)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [each.dtype for each in drafter._frequencies.values()] == [torch.float32]
+    # What a call in inference mode has made serves training, too.
+    drafter(features, features, blocks).sum().backward()
+    assert drafter.layers[0].self_attn.q_proj.weight.grad is not None

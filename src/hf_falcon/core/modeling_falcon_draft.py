@@ -65,7 +65,7 @@ def _frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
     half = head_dim // 2
     # In float32, as bfloat16 cannot hold large positions. Training may use what a call in inference mode has made.
     with torch.inference_mode(False), torch.no_grad():
-        frequencies = torch.logspace(0, 1 / half - 1, half, base=theta, device=device)
+        frequencies = torch.logspace(0, 1 / half - 1, half, base=theta, device=device, dtype=torch.float32)
         return torch.cat((-frequencies, frequencies))
 
 
