@@ -68,10 +68,10 @@ def run_tests(arguments: argparse.Namespace) -> None:
     found = subprocess.run(command, capture_output=True, text=True, cwd=DOCS.parent)
     lines = (found.stdout + found.stderr).strip().splitlines()
     print("\n".join(lines[-30:]))
-    # 5: there is no such device, so none was chosen.
-    if found.returncode not in (0, 1, 5):
+    # 1: some tests failed, which the page says. Any other end is no result.
+    if found.returncode not in (0, 1):
         raise RuntimeError(f"pytest ended with {found.returncode}: {lines[-1] if lines else 'no output'}")
-    kept = {"summary": lines[-1].strip("= "), "passed": found.returncode == 0}
+    kept = {"summary": lines[-1].strip("= ")}
     (arguments.output / "tests.json").write_text(json.dumps(kept), encoding="utf-8")
 
 
