@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 
 from hf_falcon import FalconDraftModel
 from hf_falcon.commands.models import load_drafter, load_target
-from hf_falcon.core.target_parts import TargetHead
+from hf_falcon.core.draft_session import TargetHead
 from hf_falcon.training.csgd import check_unrolling, draft_pass, judged_positions, shift_left
 from hf_falcon.training.features import target_features
 from hf_falcon.training.token_file import TokenFile

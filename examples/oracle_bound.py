@@ -40,13 +40,13 @@ class Oracle(FalconCandidateGenerator):
         self._place = input_ids.shape[1]
         return super().draft(input_ids, *args, **kwargs)
 
-    def _candidates(self, features):
-        log_probs, token_ids = super()._candidates(features)
-        levels = features.shape[1] if features.dim() == 3 else 1
+    def _candidates(self, states):
+        log_probs, token_ids = super()._candidates(states)
+        levels = states.shape[1] if states.dim() == 3 else 1
         # Behind the truth's end anything will do.
         true = torch.nn.functional.pad(self.truth[self._place : self._place + levels], (0, levels))[:levels]
         self._place += levels
-        true = true[:, None] if features.dim() == 3 else true
+        true = true[:, None] if states.dim() == 3 else true
         first, others = token_ids[..., :1], token_ids[..., 1:]
         others.copy_(torch.where(others == true, first, others))
         first.copy_(true)

@@ -157,7 +157,7 @@ def test_what_earlier_cuts_change(models):
                 at_once = FalconCandidateGenerator(drafter, target)
                 at_once.commit(features[:, :end], tokens[:, 1 : end + 1])
                 first, expected = (
-                    generator.head.to_target_ids(generator.head.logits(generator._block_features).argmax(-1))[0]
+                    generator.head.to_target_ids(generator.head.logits(generator._block).argmax(-1))[0]
                     for generator in (piecewise, at_once)
                 )
                 truth = tokens[0, end + 1 : end + 3]

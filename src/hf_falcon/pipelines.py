@@ -10,10 +10,12 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, NoReturn
 
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from .core.configuration_falcon_draft import FalconDraftConfig
-from .core.drafter import FalconDraftModel
+from .core.drafter import DraftModel, FalconDraftModel
+from .drafters.auto import AutoDrafter, is_drafter
 
 _MODULE = "transformers.pipelines.base"
 
@@ -38,6 +40,12 @@ def install_in_pipelines() -> None:
         _wrap(sys.modules[_MODULE])
     elif not any(isinstance(finder, _WrapsOnImport) for finder in sys.meta_path):
         sys.meta_path.insert(0, _WrapsOnImport())
+
+
+def load_by_name(name: str, dtype: torch.dtype) -> DraftModel | None:
+    """The drafter in a folder or a repository, in `dtype`; `None` if it is no drafter, but another kind of model."""
+    fields, _ = PreTrainedConfig.get_config_dict(name)
+    return AutoDrafter.from_pretrained(name, dtype=dtype) if is_drafter(fields) else None
 
 
 class _NotACausalLM(FalconDraftModel):
@@ -90,10 +98,8 @@ def _wrap(pipelines: ModuleType) -> None:
     @functools.wraps(stock)
     def load_assistant_model(model: PreTrainedModel, assistant_model: Any, assistant_tokenizer: Any) -> tuple:
         if isinstance(assistant_model, str):
-            config = AutoConfig.from_pretrained(assistant_model)
-            if isinstance(config, FalconDraftConfig):
-                assistant_model = FalconDraftModel.from_pretrained(assistant_model, dtype=model.dtype)
-                assistant_model = assistant_model.to(model.device).eval()
+            drafter = load_by_name(assistant_model, model.dtype)
+            assistant_model = assistant_model if drafter is None else drafter.to(model.device)
         if getattr(type(assistant_model), "is_falcon_drafter", False):
             return assistant_model, None
         return stock(model, assistant_model, assistant_tokenizer)

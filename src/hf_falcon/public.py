@@ -6,27 +6,37 @@ from transformers import AutoConfig, AutoModel
 from .core.candidate_generator import FalconCandidateGenerator
 from .core.configuration_falcon_draft import FalconDraftConfig
 from .core.draft_options import DraftOptions
-from .core.drafter import FalconDraftModel
-from .core.hook import disable, enable, install
+from .core.drafter import DraftModel, FalconDraftModel
+from .core.hook import attach, detach, disable, enable, install, register_loader
+from .core.interfaces import DraftedBlocks, Drafter, DraftHead, DraftSession
 from .core.statistics import DraftStatistics, FalconGenerateOutput
 from .core.tree import DraftTree, DynamicTree, StaticTree, static_paths
 from .cpu import backend
 from .cpu.compiling import compile_rounds, compiled_rounds, uncompile_rounds
 from .cpu.packing import pack_weights, packed_weights, unpack_weights
-from .pipelines import install_in_pipelines
+from .drafters.auto import AutoDrafter
+from .pipelines import install_in_pipelines, load_by_name
 
 __all__ = [
+    "AutoDrafter",
+    "DraftHead",
+    "DraftModel",
     "DraftOptions",
+    "DraftSession",
     "DraftStatistics",
     "DraftTree",
+    "DraftedBlocks",
+    "Drafter",
     "DynamicTree",
     "FalconCandidateGenerator",
     "FalconDraftConfig",
     "FalconDraftModel",
     "FalconGenerateOutput",
     "StaticTree",
+    "attach",
     "compile_rounds",
     "compiled_rounds",
+    "detach",
     "disable",
     "enable",
     "pack_weights",
@@ -41,3 +51,4 @@ AutoModel.register(FalconDraftConfig, FalconDraftModel, exist_ok=True)
 install()
 backend.install()
 install_in_pipelines()
+register_loader(load_by_name)

@@ -15,7 +15,7 @@ from tiny_models import (
 from hf_falcon import FalconCandidateGenerator
 from hf_falcon.bench.medusa import MedusaLikeModel
 from hf_falcon.commands import bench, train
-from hf_falcon.core.target_parts import TargetHead
+from hf_falcon.core.draft_session import TargetHead
 from hf_falcon.training.csgd import DistillationWeights, DraftBatch, draft_loss
 from hf_falcon.training.features import target_features
 from hf_falcon.training.token_file import TokenFile
@@ -32,9 +32,9 @@ def test_medusa_heads_read_the_newest_feature(length):
         outputs = drafter.heads(features[0, -1]).view(3, 32)
         expected = drafter.norm(features[0, -1] + torch.nn.functional.silu(outputs))
     if length < 3:
-        assert generator._block_features is None
+        assert generator._block is None
     else:
-        torch.testing.assert_close(generator._block_features[0], expected)
+        torch.testing.assert_close(generator._block[0], expected)
 
 
 def test_medusa_like_generates_and_learns(tmp_path):

@@ -12,7 +12,7 @@ from training_runs import WEIGHTS, arguments, draft_batch, seeded, token_file, t
 
 from hf_falcon import FalconDraftConfig, FalconDraftModel
 from hf_falcon.commands import plan, train
-from hf_falcon.core.target_parts import TargetHead
+from hf_falcon.core.draft_session import TargetHead
 from hf_falcon.training.csgd import (
     draft_loss,
 )

@@ -10,7 +10,7 @@ from tiny_models import prompt, tiny_drafter, tiny_target
 from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, LlamaConfig, LlamaForCausalLM
 
 import hf_falcon
-from hf_falcon import DraftOptions, FalconDraftModel
+from hf_falcon import DraftModel, DraftOptions, FalconDraftModel
 from hf_falcon.core import hook
 from hf_falcon.core.draft_options import set_by_call
 
@@ -185,7 +185,7 @@ def test_drafters_of_older_code_get_options_too(monkeypatch):
     """They have no `draft_option_names`, and read their options from the attributes of `generation_config`."""
     target = tiny_target("llama")
     drafter = tiny_drafter(target)
-    monkeypatch.delattr(FalconDraftModel, "draft_option_names")
+    monkeypatch.delattr(DraftModel, "draft_option_names")
     found = {}
 
     def assisted_decoding(self, target, input_ids, generation_config, **kwargs):
@@ -212,7 +212,7 @@ def test_an_older_copy_of_the_hook_gives_way(first, seen):
         install()
     for name, function in stock.items():
         wrapper = getattr(GenerationMixin, name)
-        assert wrapper._is_falcon_hook == 3 and wrapper.__wrapped__ is function
+        assert wrapper._is_falcon_hook == hook._VERSION and wrapper.__wrapped__ is function
     target = tiny_target("llama")
     generate(target, assistant_model=tiny_drafter(target), draft_width=2)
     assert seen[0][1].draft_width == 2

@@ -10,7 +10,8 @@ from tiny_models import HIDDEN, new_drafter, random_tokens
 from utilities import close
 
 from hf_falcon import DraftOptions, FalconCandidateGenerator
-from hf_falcon.core import candidate_generator as candidate_generator_module
+from hf_falcon.core import draft_session
+from hf_falcon.core import drafter as drafter_module
 from hf_falcon.training.features import target_features
 
 SHAPES = [(k, layers) for k in (1, 2, 3, 4) for layers in (0, 1, 2)]
@@ -57,11 +58,13 @@ class Drafting:
             self.generator.commit(
                 self.features[:, start:end], self.tokens[:, start + 1 : end + 1], self.first_position
             )
-        return self.generator._block_features
+        return self.generator._block
 
     def propose(self, max_depth=100):
         with torch.no_grad():
-            return self.generator.propose(self.tokens[:, : self.generator._committed + 1], max_depth)
+            return self.generator.propose(
+                self.tokens[:, : self.generator._next_position - self.first_position + 1], max_depth
+            )
 
     def whole(self, features, next_tokens):
         """The training forward, cut into blocks from the right."""
@@ -73,14 +76,14 @@ class Drafting:
 
     def check_branches(self, known):
         """Every block of every later pass, against the training forward over the whole branch that leads to it."""
-        predictions = [self.generator._block_features, *self.predictions[-len(self.drafted) :]]
+        predictions = [self.generator._block, *self.predictions[-len(self.drafted) :]]
         for number, drafted in enumerate(self.drafted, start=1):
             for branch in range(drafted.blocks.shape[0]):
                 features, tokens, block = [], [], branch
                 for earlier in range(number, 0, -1):
                     found = self.drafted[earlier - 1]
                     tokens.insert(0, found.token_ids[block])
-                    features.insert(0, found.features[block])
+                    features.insert(0, found.states[block])
                     block = int(found.blocks[block])
                     predicted = predictions[earlier - 1][block]
                     before = self.drafted[earlier - 2].token_ids[block, -1] if earlier > 1 else self.tokens[0, known]
@@ -133,7 +136,7 @@ def test_siblings_share_their_children_only_without_conditioning(target, monkeyp
     drafting = Drafting(target, monkeypatch, block_size=2, conditioning_size=conditioning_size)
     drafting.commit(0, 13)
     drafting.propose()
-    tokens, features = drafting.drafted[0].token_ids[:, 0], drafting.drafted[0].features[:, 1]
+    tokens, features = drafting.drafted[0].token_ids[:, 0], drafting.drafted[0].states[:, 1]
     sibling = int((tokens != tokens[0]).nonzero()[0])
     assert torch.equal(features[0], features[sibling]) is (conditioning_size == 0)
 
@@ -162,7 +165,7 @@ def test_forwards_agree_in_other_shapes(target, monkeypatch, heads, kv_heads, he
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("known", [1, 2, 3, 5, 8, 17, 40])
 def test_a_long_prompt_is_committed_in_chunks(target, monkeypatch, block_size, known):
-    monkeypatch.setattr(candidate_generator_module, "_PREFILL_ROWS", 6)
+    monkeypatch.setattr(draft_session, "_PREFILL_ROWS", 6)
     drafting = Drafting(target, block_size=block_size)
     found = drafting.commit(0, known)
     if known < block_size:
@@ -177,7 +180,7 @@ def test_of_a_long_prompt_the_end_is_read(target, monkeypatch, block_size, num_l
     shape = {"block_size": block_size, "num_lstm_layers": num_lstm_layers}
     end = Drafting(target, first_position=23, **shape)
     expected = [end.commit(23, 30), end.commit(30, 40)]
-    monkeypatch.setattr(candidate_generator_module, "_PROMPT_ROWS", 7)
+    monkeypatch.setattr(drafter_module, "_PROMPT_ROWS", 7)
     long = Drafting(target, **shape)
     # What comes after the prompt is read in any case.
     found = [long.commit(0, 30), long.commit(30, 40)]
@@ -228,7 +231,9 @@ def test_what_earlier_cuts_change(target, record_property, block_size):
         found, known = commit_in_pieces(drafting, [5, *torch.randint(1, 2 * block_size, (6,)).tolist()])
         at_once = Drafting(target, block_size=block_size, seed=seed)
         expected = at_once.commit(0, known)
-        for state, expected_state in zip(drafting.generator._lstm_state, at_once.generator._lstm_state):
+        for state, expected_state in zip(
+            drafting.generator.session._lstm_state, at_once.generator.session._lstm_state
+        ):
             close(state, expected_state)
         spread = drafting.drafter.feature_std
         differences.append(((found - expected) / spread).pow(2).mean())
@@ -246,7 +251,7 @@ def test_rejected_branches_leave_no_trace(target):
     assert torch.equal(first.token_ids, second.token_ids) and torch.equal(first.parents, second.parents)
     drafting.propose(max_depth=3)
     assert torch.equal(drafting.commit(9, 12), other.commit(9, 12))
-    for state, expected in zip(drafting.generator._lstm_state, other.generator._lstm_state):
+    for state, expected in zip(drafting.generator.session._lstm_state, other.generator.session._lstm_state):
         assert torch.equal(state, expected)
     assert torch.equal(drafting.propose().token_ids, other.propose().token_ids)
 
@@ -260,7 +265,7 @@ def test_a_branch_is_seen_by_its_descendants_alone(target, monkeypatch, lstm_lay
     drafting.propose()
     before, parents = drafting.predictions[1:], [found.blocks for found in drafting.drafted]
     layers = range(drafting.drafter.config.num_hidden_layers)
-    cached = [rows.clone() for layer in layers for rows in drafting.generator._cache.rows(layer, 9)]
+    cached = [rows.clone() for layer in layers for rows in drafting.generator.session._cache.rows(layer, 9)]
     width = len(parents[0])
     assert width > 2 and len(parents[1]) > 1
 
@@ -284,14 +289,14 @@ def test_a_branch_is_seen_by_its_descendants_alone(target, monkeypatch, lstm_lay
             affected = affected if blocks is None else affected[blocks]
             differs = (found - expected).abs().amax(dim=(1, 2))
             assert (differs[affected] > 1e-2).all() and (differs[~affected] < 1e-6).all()
-    found = [rows for layer in layers for rows in drafting.generator._cache.rows(layer, 9)]
+    found = [rows for layer in layers for rows in drafting.generator.session._cache.rows(layer, 9)]
     assert all(map(torch.equal, found, cached))
 
 
 def test_a_drafter_that_overflows_still_drafts_a_tree(target):
     drafting = Drafting(target, block_size=2, options={"num_draft_passes": 2})
     drafting.commit(0, 9)
-    drafting.generator._block_features[0, 1] = math.nan
+    drafting.generator._block[0, 1] = math.nan
     tree = drafting.propose()
     nodes = torch.arange(1, len(tree))
     assert len(tree) == 25 and (tree.parents[1:] < nodes).all()

@@ -20,7 +20,7 @@ from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_falcon import FalconGenerateOutput
-from hf_falcon.core.target_support import unsupported_reason
+from hf_falcon.core.target_parts import unsupported_reason
 
 # Full attention, a window, both of them in one model, and positions that are learnt.
 SOME = ("llama", "mistral-window", "gemma2", "qwen2-mixed", "gpt2")

@@ -37,6 +37,7 @@ from transformers import (
     WatermarkingConfig,
 )
 
+import hf_falcon
 from hf_falcon import DraftOptions
 from hf_falcon.core.candidate_generator import FalconCandidateGenerator
 
@@ -436,6 +437,42 @@ def test_refused(field, row):
     target = tiny_target(row.target)
     with pytest.raises((ValueError, NotImplementedError), match=row.message):
         _generate(target, _settings(row), assistant_model=tiny_drafter(target))
+
+
+def every_row() -> list[Any]:
+    """The rows of all tables; one in eight for the quick run."""
+    others = {field: Row({field: value}) for field, value in {**WITHOUT_EFFECT, **OF_OTHER_WAYS}.items()}
+    found = [each.values for table in (ASSISTED, others, PLAIN, REFUSED) for each in rows(table)]
+    # Continuous batching takes long to start; see the tests of attached drafters.
+    found = [values for values in found if values[1].message != "assistant_model"]
+    marks = [[] if place % 8 == 0 else [pytest.mark.slow] for place in range(len(found))]
+    return [
+        pytest.param(*each, marks=mark, id=f"{place}-{each[0]}") for place, (each, mark) in enumerate(zip(found, marks))
+    ]
+
+
+@pytest.mark.parametrize("way", quick(["dict"], WAYS))
+@pytest.mark.parametrize("field, row", every_row())
+def test_an_attached_drafter_changes_no_call(field, row, way):
+    """Neither what a call gives, nor its error."""
+
+    def outcome(target):
+        try:
+            return _generate(target, {**_settings(row), **WAYS[way][0]})
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    expected, target = outcome(_fresh(row.target)), _fresh(row.target)
+    hf_falcon.attach(target, tiny_drafter(target, num_draft_passes=2))
+    try:
+        found = outcome(target)
+    finally:
+        hf_falcon.detach(target)
+    if isinstance(expected, str):
+        assert found == expected
+    else:
+        assert not isinstance(found, str), found
+        check_output(found, expected)
 
 
 @pytest.mark.parametrize("name", ["use_model_defaults", "return_legacy_cache", "draft_widths"])

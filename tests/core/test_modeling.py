@@ -6,8 +6,8 @@ import torch
 from tiny_models import HIDDEN, new_drafter, new_target, random_tokens
 from utilities import close
 
+from hf_falcon.core.draft_session import TargetHead
 from hf_falcon.core.modeling_falcon_draft import block_ends, relaxed_causal_mask
-from hf_falcon.core.target_parts import TargetHead
 from hf_falcon.training.features import target_features
 
 

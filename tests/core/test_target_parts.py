@@ -9,8 +9,8 @@ from tiny_models import VOCAB, new_drafter, new_target, random_tokens
 from utilities import close
 
 from hf_falcon import FalconCandidateGenerator
-from hf_falcon.core import decoding, target_parts
-from hf_falcon.core.target_parts import TargetHead, was_trained_for
+from hf_falcon.core import decoding, draft_session
+from hf_falcon.core.draft_session import TargetHead, was_trained_for
 from hf_falcon.training.features import target_features
 
 
@@ -83,7 +83,7 @@ def test_a_call_that_can_draft_nothing_asks_nothing_of_the_drafter(rows, target,
         raise AssertionError("nothing is to be drafted")
 
     monkeypatch.setattr(FalconCandidateGenerator, "commit", refuse)
-    monkeypatch.setattr(target_parts, "_parameters_of", refuse)
+    monkeypatch.setattr(draft_session, "_parameters_of", refuse)
     drafter, prompt = new_drafter(target), random_tokens(rows, 6)
     for tokens in (1, 2):
         expected = target.generate(prompt, max_new_tokens=tokens, do_sample=False)

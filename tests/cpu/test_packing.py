@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_falcon
 from hf_falcon.core.checkpoint_files import weights_fingerprint
-from hf_falcon.core.target_parts import TargetHead, was_trained_for
+from hf_falcon.core.draft_session import TargetHead, was_trained_for
 from hf_falcon.cpu.packed_layouts import BlockLayout, OneDnnLayout, PackedWeight, blocks_pay, layout_of
 from hf_falcon.cpu.packing import PackedLinear, is_packed
 

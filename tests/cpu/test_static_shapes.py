@@ -124,7 +124,7 @@ def test_a_text_longer_than_the_slots(captures, monkeypatch):
     """Buffers grow where the text does; the code stays the same."""
     monkeypatch.setattr("hf_falcon.core.target_run.STATIC_SLOTS", 16)
     monkeypatch.setattr("hf_falcon.core.target_run._TREE_SLOTS", -16)
-    monkeypatch.setattr("hf_falcon.core.candidate_generator.STATIC_SLOTS", 16)
+    monkeypatch.setattr("hf_falcon.core.draft_session.STATIC_SLOTS", 16)
     backend, target = CapturingBackend(), copy.deepcopy(tiny_target("llama"))
     drafter, tokens = drafter_of(target), prompt(9)
     with hf_falcon.compiled_rounds(target, SIZES, compiled_by(backend), drafter=drafter):

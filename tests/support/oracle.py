@@ -56,12 +56,12 @@ class OracleCandidateGenerator(FalconCandidateGenerator):
             node = int(tree.parents[node])
         return path[::-1]
 
-    def _candidates(self, features: Tensor) -> tuple[Tensor, Tensor]:
-        log_probs, token_ids = super()._candidates(features)
-        if features.dim() == 2:  # one token of a block at a time
+    def _candidates(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs, token_ids = super()._candidates(states)
+        if states.dim() == 2:  # one token of a block at a time
             log_probs, token_ids = log_probs[:, None], token_ids[:, None]
         blocks, size, children = token_ids.shape
-        newest = self._first_position + self._committed
+        newest = self._next_position
         for offset in range(size):
             self._depth += 1
             place = newest + self._depth
@@ -78,7 +78,7 @@ class OracleCandidateGenerator(FalconCandidateGenerator):
                 if known:
                     chosen[rank] = true
                 token_ids[block, offset] = torch.tensor(chosen)
-        return log_probs.view(*features.shape[:-1], children), token_ids.view(*features.shape[:-1], children)
+        return log_probs.view(*states.shape[:-1], children), token_ids.view(*states.shape[:-1], children)
 
 
 class FreeDrafting(Costs):

@@ -8,7 +8,7 @@ from quick import one_in
 from tiny_models import HIDDEN, new_drafter
 from training_runs import WEIGHTS, draft_batch, each_seeded, seeded
 
-from hf_falcon.core.target_parts import TargetHead
+from hf_falcon.core.draft_session import TargetHead
 from hf_falcon.training import csgd
 from hf_falcon.training.csgd import (
     DistillationWeights,

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tiny_models import HIDDEN, new_drafter, new_target
 
-from hf_falcon.core.target_parts import TargetHead
+from hf_falcon.core.draft_session import TargetHead
 from hf_falcon.training import distillation
 from hf_falcon.training.distillation import distillation_loss
 

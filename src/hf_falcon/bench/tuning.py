@@ -14,11 +14,11 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from ..core.acceleration import target_acceleration
 from ..core.candidate_generator import FalconCandidateGenerator
 from ..core.costs import CostKey, Costs, Stopwatch, measure, save
 from ..core.draft_options import DraftOptions
 from ..core.drafter import FalconDraftModel
+from ..core.interfaces import target_acceleration
 from ..core.policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, acceptance_stats_of
 from ..core.target_parts import FeatureTap
 from ..core.target_run import TargetRun

@@ -16,7 +16,7 @@ from ..bench.divergence import first_divergence
 from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..core.draft_options import DraftOptions
-from ..core.target_support import unsupported_reason
+from ..core.target_parts import unsupported_reason
 from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
 from .run_arguments import CommandParser, at_least
 

@@ -21,8 +21,8 @@ from .run_arguments import CommandParser, at_least
 
 
 @dataclass
-class DecodingArguments:
-    """Arguments of `hf-falcon generate` and `hf-falcon chat`; `help` describes each."""
+class ModelArguments:
+    """Arguments of `hf-falcon generate`, `hf-falcon chat` and `hf-falcon serve`; `help` describes each."""
 
     target: str | None = field(
         default=None, metadata={"help": "Target, from the Hub or a folder. By default SmolLM2-135M-Instruct."}
@@ -32,15 +32,6 @@ class DecodingArguments:
         metadata={"help": "Drafter, from the Hub or a folder. By default the one for SmolLM2-135M-Instruct."},
     )
     plain: bool = field(default=False, metadata={"help": "Decode without the drafter."})
-    max_new_tokens: int = field(default=512, metadata={"help": "New tokens of a text, at most."})
-    do_sample: bool = field(default=False, metadata={"help": "Sample; by default the most probable token is chosen."})
-    temperature: float | None = field(
-        default=None, metadata={"help": "Sample at this temperature; 0 chooses the most probable token."}
-    )
-    top_p: float | None = field(
-        default=None, metadata={"help": "Sample from the most probable tokens that have this probability together."}
-    )
-    seed: int | None = field(default=None, metadata={"help": "Seed of sampling."})
     dtype: str = field(
         default="auto", metadata={"help": "auto (the fastest on the device), float32, bfloat16 or float16."}
     )
@@ -53,19 +44,6 @@ class DecodingArguments:
     def __post_init__(self) -> None:
         if self.compile and self.plain:
             raise ValueError("`compile` is for rounds, and with `plain` there are none: leave one of the two out.")
-        at_least(self, 1, "max_new_tokens")
-        if self.temperature is not None and not 0 <= self.temperature < math.inf:
-            raise ValueError(f"`temperature` is {self.temperature}; give 0 (the most probable token) or more.")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise ValueError(f"`top_p` is {self.top_p}; give a number above 0 and at most 1.")
-        if self.temperature == 0 and (self.do_sample or self.top_p is not None):
-            raise ValueError(
-                "`temperature` is 0, which does not sample: leave out `do_sample` and `top_p`, or raise it."
-            )
-        # A temperature has no other use.
-        self.do_sample = self.do_sample or bool(self.temperature) or self.top_p is not None
-        if self.seed is not None:
-            set_seed(self.seed)
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, PreTrainedModel | None]:
         """The target, its tokenizer and the drafter, `None` for plain decoding; packed and compiled as asked for."""
@@ -81,6 +59,34 @@ class DecodingArguments:
             compile_rounds(target, drafter=drafter)
         return target, tokenizer, drafter
 
+
+@dataclass
+class DecodingArguments(ModelArguments):
+    """Arguments of `hf-falcon generate` and `hf-falcon chat`; `help` describes each."""
+
+    max_new_tokens: int = field(default=512, metadata={"help": "New tokens of a text, at most."})
+    do_sample: bool = field(default=False, metadata={"help": "Sample; by default the most probable token is chosen."})
+    temperature: float | None = field(
+        default=None, metadata={"help": "Sample at this temperature; 0 chooses the most probable token."}
+    )
+    top_p: float | None = field(
+        default=None, metadata={"help": "Sample from the most probable tokens that have this probability together."}
+    )
+    seed: int | None = field(default=None, metadata={"help": "Seed of sampling."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        at_least(self, 1, "max_new_tokens")
+        check_sampling(self.temperature, self.top_p)
+        if self.temperature == 0 and (self.do_sample or self.top_p is not None):
+            raise ValueError(
+                "`temperature` is 0, which does not sample: leave out `do_sample` and `top_p`, or raise it."
+            )
+        # A temperature has no other use.
+        self.do_sample = self.do_sample or bool(self.temperature) or self.top_p is not None
+        if self.seed is not None:
+            set_seed(self.seed)
+
     def options(self) -> dict[str, Any]:
         """The keyword arguments of `generate`."""
         options: dict[str, Any] = {"max_new_tokens": self.max_new_tokens, "do_sample": self.do_sample}
@@ -88,6 +94,19 @@ class DecodingArguments:
             options["temperature"] = 1.0 if self.temperature is None else self.temperature
             options["top_p"] = 1.0 if self.top_p is None else self.top_p
         return options
+
+
+def check_sampling(temperature: float | None, top_p: float | None) -> None:
+    """
+    Checks the arguments of sampling; `None` is not checked.
+
+    Raises:
+        `ValueError`: naming field, value and remedy.
+    """
+    if temperature is not None and not 0 <= temperature < math.inf:
+        raise ValueError(f"`temperature` is {temperature}; give 0 (the most probable token) or more.")
+    if top_p is not None and not 0 < top_p <= 1:
+        raise ValueError(f"`top_p` is {top_p}; give a number above 0 and at most 1.")
 
 
 @dataclass

@@ -16,6 +16,7 @@ COMMANDS = {
     "bench": "measure the speed-up of a drafter and of other decoding methods",
     "generate": "generate a text with a drafter",
     "chat": "chat with a target in the terminal, with a drafter",
+    "serve": "serve a target with its drafter, by OpenAI's interface",
     "push": "push a drafter with its code and its card to the Hub",
     "info": "describe a drafter on the Hub or in a folder",
 }

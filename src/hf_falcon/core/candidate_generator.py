@@ -3,29 +3,24 @@
 The candidate generator: the drafter and prompt lookup propose the tree of a round.
 
 `propose` commits the positions that were accepted since the last round, asks the policy for one decision, and runs the
-draft passes that it allows. `update` takes the outcome.
+draft passes that it allows. `update` takes the outcome. interfaces.py says what the generator asks of a drafter.
 """
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
-from .acceleration import drafter_acceleration
-from .caches import STATIC_SLOTS, DraftCache
 from .costs import Stopwatch
 from .draft_options import DraftOptions
-from .modeling_falcon_draft import FalconDraftNetwork, LSTMState, additive_mask, hide_end
+from .interfaces import DraftedBlocks, Drafter, drafter_acceleration
 from .policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, RoundOutcome, RoundTime
-from .target_parts import FeatureTap, TargetHead
+from .target_parts import FeatureTap
 from .tree import (
     Branches,
     DraftTree,
@@ -42,10 +37,6 @@ from .tree import (
 _LENGTHS = (8, 5, 4, 3, 2)
 # Tokens that a match is compared with, at most.
 _LONGEST_MATCH = 32
-# Newest positions of a prompt that the drafter reads: with these the shipped one accepts as much as with all of 1,000.
-_PROMPT_ROWS = 128
-# Rows of one drafter forward. Masks are rows * context, so a long pause of drafting costs no quadratic memory.
-_PREFILL_ROWS = 512
 # Positions that a round adds, at most, or few more.
 _ROWS_OF_A_ROUND = 16
 
@@ -107,59 +98,29 @@ class PromptLookup:
         return LookupMatch([self._tokens[place + offset % (end - place)] for offset in range(limit)], matched)
 
 
-class DraftedBlocks(NamedTuple):
-    """
-    The blocks that a pass continues.
-
-    Args:
-        blocks (`torch.LongTensor` of shape `(width,)`): the block of the pass before that each runs through.
-        token_ids (`torch.LongTensor` of shape `(width, block_size)`): its tokens there.
-        features (`torch.Tensor` of shape `(width, block_size, hidden_size)`): the features that led to them.
-    """
-
-    blocks: Tensor
-    token_ids: Tensor
-    features: Tensor
-
-
-class RowTable(NamedTuple):
-    """
-    Indices and mask of the rows of a drafter forward, which depend on their number alone.
-
-    Args:
-        ends (`torch.LongTensor` of shape `(1, rows)`): the last row of each row's block.
-        positions (`torch.LongTensor` of shape `(1, rows)`): positions, from 0.
-        mask (`torch.Tensor`): additive mask of the rows among themselves.
-    """
-
-    ends: Tensor
-    positions: Tensor
-    mask: Tensor
-
-
 class FalconCandidateGenerator(CandidateGenerator):
     """
-    Proposes the trees of one sequence with a [`FalconDraftModel`] and prompt lookup.
+    Proposes the trees of one sequence with a drafter and prompt lookup.
 
     The decoding loop calls `start` after the prompt's forward, then `propose` and `update` in every round. The
     assisted decoding of transformers calls `get_candidates`, and gets the tree's most probable path; for that the
     generator must be used as a context manager, to read the target's features.
 
-    Its state (committed positions, the drafter's cache, the LSTM state) lives as long as one `generate` call.
+    Its state and the drafter's session live as long as one `generate` call.
 
     Args:
-        drafter ([`FalconDraftModel`]): the drafter.
+        drafter ([`Drafter`]): the drafter, for example a [`FalconDraftModel`].
         target ([`PreTrainedModel`]): the target that it drafts for.
         options ([`DraftOptions`], *optional*): defaults to the options in `drafter.generation_config`.
-        head ([`TargetHead`], *optional*): the head that another generator of the same two models uses.
+        head ([`DraftHead`], *optional*): the head that another generator of the same two models uses.
     """
 
     def __init__(
         self,
-        drafter: FalconDraftNetwork,
+        drafter: Drafter,
         target: PreTrainedModel,
         options: DraftOptions | None = None,
-        head: TargetHead | None = None,
+        head: Any = None,
     ):
         self.drafter = drafter
         self.target = target
@@ -167,24 +128,19 @@ class FalconCandidateGenerator(CandidateGenerator):
         # Decides how much each round drafts.
         self.policy = DraftPolicy(self.options, AcceptanceStats())
         self._acceleration = drafter_acceleration(drafter, target)
-        self.head = head or self._acceleration.head or TargetHead(drafter, target)
+        self.head = head or self._acceleration.head or drafter.make_head(target)
+        self.session = drafter.start_session(self.head, self._acceleration)
         self._tap = FeatureTap(target, drafter.config.feature_layers)
-        self._block_size = drafter.config.block_size
+        self._block_size: int = drafter.config.block_size
         self._device = drafter.device
         self._tree = self._build_tree()
-        slots = STATIC_SLOTS if self._acceleration.wants_static_shapes else None
-        self._cache = DraftCache(drafter.config.num_hidden_layers, slots)
-        self._lstm_state: LSTMState | None = None
-        # Fused inputs of the last committed positions: a new cut into blocks runs up to k - 1 of them again.
-        self._tail: Tensor | None = None
-        # Predictions for the block after the last committed position, and the token before that block.
-        self._block_features: Tensor | None = None
+        # States of the block after the last committed position, and the token before that block.
+        self._block: Tensor | None = None
         self._newest = torch.empty(0)
-        # Indices and masks on the drafter's device, by the rows of a commit, and by the blocks of a pass.
-        self._commit_tables: dict[int, RowTable] = {}
-        self._pass_tables: dict[int, RowTable] = {}
+        # The position after the last committed one; `None` before the first commit.
+        self._next_position: int | None = None
+        # The position of the first feature.
         self._first_position = 0
-        self._committed = 0
         # Features that are not committed yet.
         self._uncommitted: list[Tensor] = []
         self._prompt_embeds: Tensor | None = None
@@ -269,9 +225,9 @@ class FalconCandidateGenerator(CandidateGenerator):
             self.commit(features, input_ids[:, -new:], self._first_position, self._prompt_embeds)
         self._watch.lap()
         tree_round = self._tree.start(max_depth)
-        if drafts and self._block_features is not None:
+        if drafts and self._block is not None:
             with self._acceleration.drafting(self.head):
-                self._draft_passes(tree_round, self._grow(tree_round, self._block_features, self._newest, 0))
+                self._draft_passes(tree_round, self._grow(tree_round, self._block, self._newest, 0))
         self._watch.lap()
         self._drafts = drafts
         return tree_round
@@ -346,42 +302,16 @@ class FalconCandidateGenerator(CandidateGenerator):
         self, features: Tensor, next_token_ids: Tensor, first_position: int = 0, prompt_embeds: Tensor | None = None
     ) -> None:
         """
-        Takes new true features with the tokens one step ahead, and drafts the next block from them. Of a prompt only
-        the end is read.
+        Takes new true features with the tokens one step ahead, and drafts the next block from them.
 
         Args:
-            features (`torch.Tensor` of shape `(1, new, ...)`): see [`FalconDraftModel.forward`]; of the new positions.
-            next_token_ids (`torch.LongTensor` of shape `(1, new)`): the token after each of these positions.
-            first_position (`int`, *optional*, defaults to 0):
-                Position of the first feature of all; counts in the first call only.
-            prompt_embeds (`torch.Tensor` of shape `(1, length, hidden_size)`, *optional*):
-                The prompt's embeddings, where it has no tokens: `next_token_ids` then are fewer, those at the end.
+            features, next_token_ids, first_position, prompt_embeds: see [`DraftSession.commit`].
         """
-        if self._committed == 0:
-            features, unread = features[:, -_PROMPT_ROWS:], max(0, features.shape[1] - _PROMPT_ROWS)
-            next_token_ids = next_token_ids[:, -_PROMPT_ROWS:]
-            self._first_position = first_position + unread
-        features, next_token_ids = features.to(self._device), to_device(next_token_ids, self._device)
-        next_embeds = self.head.embed(next_token_ids)
-        new, size = features.shape[1], self._block_size
-        if prompt_embeds is not None and (missing := new - next_embeds.shape[1]) > 0:
-            next_embeds = torch.cat((prompt_embeds[:, -missing:].to(next_embeds), next_embeds), dim=1)
-        fused, self._lstm_state = self.drafter.fuse(features, next_embeds, self._lstm_state)
-        rows = fused if self._tail is None else torch.cat((self._tail, fused), dim=1)
-        # The last known position must end a block. Whole blocks are cut from the right; the first may be short only
-        # where the context begins.
-        needed = min(math.ceil(new / size) * size, rows.shape[1])
-        if needed < rows.shape[1]:
-            rows = rows[:, -needed:]
-        self._committed += new
-        self._cache.length = self._committed - needed
-        # Chunks of whole blocks, cut from the right like the blocks.
-        chunk = max(1, _PREFILL_ROWS // size) * size
-        edges = [0, *range(needed % chunk or min(chunk, needed), needed + 1, chunk)]
-        for start, end in itertools.pairwise(edges):
-            predicted = self._run_committed(rows[:, start:end])
-        self._tail = rows[:, -(size - 1) :] if size > 1 else rows[:, :0]
-        self._block_features = predicted[:, -size:] if self._committed >= size else None
+        if self._next_position is None:
+            self._next_position = first_position
+        self._next_position += features.shape[1]
+        next_token_ids = to_device(next_token_ids, self._device)
+        self._block = self.session.commit(features, next_token_ids, first_position, prompt_embeds)
         self._newest = next_token_ids[0, -1:]
 
     def get_candidates(self, input_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
@@ -401,7 +331,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         features, length = self._tap.take(), input_ids.shape[1]
         # The newest token has no feature yet. The last forward scored the accepted positions first.
         known = length - 1
-        new = known - self._first_position - self._committed if self._committed else features.shape[1]
+        new = features.shape[1] if self._next_position is None else known - self._next_position
         self.commit(features[:, :new], input_ids[:, length - new :], first_position=known - new)
         tree = self.propose(input_ids, self.max_depth)
         leaf = tree.depths.argmax()
@@ -426,72 +356,13 @@ class FalconCandidateGenerator(CandidateGenerator):
 
     def _draft_passes(self, tree_round: StaticRound | DynamicRound, drafted: DraftedBlocks | None) -> None:
         """Runs draft passes for as long as they pay, from the blocks on that come after the committed positions."""
-        size, base = self._block_size, self._committed
-        states = self._lstm_state
-        # Additive mask of the drafted rows that each block of the last pass sees: its ancestors' and its own.
-        lineage: Tensor | None = None
-        self._cache.length = base
+        self.session.rewind()
         depth = 0
         while drafted is not None:
-            if states is not None:
-                states = (states[0][:, drafted.blocks], states[1][:, drafted.blocks])
-            fused, states = self.drafter.fuse(drafted.features, self.head.embed(drafted.token_ids), states)
-            width = drafted.blocks.shape[0]
-            table = self._pass_table(width, fused.dtype)
-            lineage = table.mask if lineage is None else torch.cat((lineage[drafted.blocks], table.mask), dim=1)
-            rows = lineage if size == 1 else lineage.repeat_interleave(size, dim=0, output_size=width * size)
-            predicted = self._run_layers(fused.reshape(1, width * size, -1), table, rows, base + depth)
-            predicted = predicted.view(width, size, -1)
-            self._cache.advance(width * size)
-            depth += size
+            states = self.session.extend(drafted)
+            depth += self._block_size
             self._passes += 1
-            drafted = self._grow(tree_round, predicted, drafted.token_ids[:, -1], depth)
-
-    def _pass_table(self, width: int, dtype: torch.dtype) -> RowTable:
-        """The table of a pass over `width` blocks. Its mask has one row for each block."""
-        if width not in self._pass_tables:
-            size = self._block_size
-            rows, itself = torch.arange(width * size), torch.eye(width, dtype=torch.bool)
-            self._pass_tables[width] = RowTable(
-                to_device((rows // size * size + size - 1)[None], self._device),
-                to_device(torch.arange(size).repeat(width)[None], self._device),
-                to_device(additive_mask(itself.repeat_interleave(size, dim=1), dtype), self._device),
-            )
-        return self._pass_tables[width]
-
-    def _commit_table(self, count: int, dtype: torch.dtype) -> RowTable:
-        """The table of a commit of `count` rows, in blocks cut from the right."""
-        known = self._commit_tables.get(count)
-        if known is not None:
-            return known
-        places = torch.arange(count)
-        blocks = (places - count) // self._block_size
-        table = RowTable(
-            to_device((count - 1 + (blocks + 1) * self._block_size)[None], self._device),
-            to_device(places[None], self._device),
-            to_device(additive_mask(blocks[:, None] >= blocks[None], dtype), self._device),
-        )
-        # A prompt is committed once.
-        if count <= _ROWS_OF_A_ROUND:
-            self._commit_tables[count] = table
-        return table
-
-    def _run_layers(self, fused: Tensor, table: RowTable, mask: Tensor, first_place: int) -> Tensor:
-        """
-        See [`FalconDraftNetwork.run_layers`]; of this sequence.
-
-        Args:
-            table ([`RowTable`]): the table of the rows.
-            mask (`torch.Tensor` of shape `(rows, seen)`):
-                Additive mask of the last `seen` rows of the cache; all rows before them are visible.
-            first_place (`int`): place in the sequence of the rows with position 0 in the table.
-        """
-        end = self._cache.length + table.ends.shape[1]
-        mask = F.pad(mask, (end - mask.shape[1], 0))
-        mask = hide_end(mask, self._cache.seen_slots(end) - end).unflatten(0, (1, 1, -1))
-        positions = table.positions + (self._first_position + first_place)
-        with self._acceleration.drafting(self.head):
-            return self._acceleration.run_layers(fused, table.ends, positions, mask, self._cache)
+            drafted = self._grow(tree_round, states, drafted.token_ids[:, -1], depth)
 
     def _build_tree(self) -> StaticTree | DynamicTree:
         options = self.options
@@ -509,42 +380,34 @@ class FalconCandidateGenerator(CandidateGenerator):
             )
         return tree
 
-    def _run_committed(self, rows: Tensor) -> Tensor:
-        """Runs committed positions through the decoder layers, in blocks cut from the right, and keeps their rows."""
-        count = rows.shape[1]
-        table = self._commit_table(count, rows.dtype)
-        predicted = self._run_layers(rows, table, table.mask, self._cache.length)
-        self._cache.advance(count)
-        return predicted
-
     def _grow(
-        self, tree_round: StaticRound | DynamicRound, predicted: Tensor, newest: Tensor, depth: int
+        self, tree_round: StaticRound | DynamicRound, states: Tensor, newest: Tensor, depth: int
     ) -> DraftedBlocks | None:
         """
         Grows the tree by the levels of one pass.
 
         Args:
-            predicted (`torch.Tensor` of shape `(blocks, block_size, hidden_size)`): predictions of the pass.
+            states (`torch.Tensor` of shape `(blocks, block_size, state_size)`): states of the pass.
             newest (`torch.LongTensor` of shape `(blocks,)`): the token before the first one of each block.
             depth (`int`): its depth.
 
         Returns:
             The blocks that the next pass continues, or `None` where there is to be no next pass.
         """
-        conditional = self.drafter.conditioning is not None
-        # Of each offset in the block: the predictions, and the candidates where they do not depend on the branch.
+        conditional = self.session.is_conditional
+        # Of each offset in the block: the states, and the candidates where they do not depend on the branch.
         of_offsets = [
-            predicted.unbind(1),
-            *(() if conditional else (each.unbind(1) for each in self._candidates(predicted))),
+            states.unbind(1),
+            *(() if conditional else (each.unbind(1) for each in self._candidates(states))),
         ]
-        # The block of each branch; at first, each block is one. And of each branch the tokens and features so far.
+        # The block of each branch; at first, each block is one. And of each branch the tokens and states so far.
         blocks: Tensor | None = None
         tokens: list[Tensor] = []
-        features: list[Tensor] = []
+        kept: list[Tensor] = []
         for offset in range(self._block_size):
             here, *candidates = (each[offset] if blocks is None else each[offset][blocks] for each in of_offsets)
             if conditional:
-                here = self.drafter.condition(here, self.head.embed(tokens[-1] if tokens else newest))
+                here = self.session.condition(here, tokens[-1] if tokens else newest)
                 candidates = [*self._candidates(here)]
             log_probs, token_ids, *proposals = candidates
             correction = self._decision.correction(depth + offset + 1)
@@ -558,9 +421,9 @@ class FalconCandidateGenerator(CandidateGenerator):
             rows = branches.rows
             blocks = rows if blocks is None else blocks[rows]
             tokens = [*(each[rows] for each in tokens), branches.token_ids]
-            features = [each[rows] for each in (*features, here)]
+            kept = [each[rows] for each in (*kept, here)]
         assert blocks is not None
-        return DraftedBlocks(blocks, torch.stack(tokens, dim=1), torch.stack(features, dim=1))
+        return DraftedBlocks(blocks, torch.stack(tokens, dim=1), torch.stack(kept, dim=1))
 
     def _continues(self, branches: Branches, tree_round: StaticRound | DynamicRound) -> bool:
         """Whether a further pass is drafted."""
@@ -571,9 +434,9 @@ class FalconCandidateGenerator(CandidateGenerator):
         probes = self._decision.probe_pass and len(self._checks) == 1
         return probes or check.continuation >= self._decision.pass_threshold
 
-    def _candidates(self, features: Tensor) -> tuple[Tensor, ...]:
-        """Most probable tokens for features of shape `(..., hidden_size)`: `(..., max_children)`, best first."""
-        log_probs = self.head.logits(features).float().log_softmax(dim=-1)
+    def _candidates(self, states: Tensor) -> tuple[Tensor, ...]:
+        """Most probable tokens for states of shape `(..., state_size)`: `(..., max_children)`, best first."""
+        log_probs = self.head.logits(states).float().log_softmax(dim=-1)
         # A drafter that overflows must not break the order that the tree is cut by.
         best = log_probs.nan_to_num(nan=-torch.inf).topk(self._tree.max_children, dim=-1)
         return best.values, self.head.to_target_ids(best.indices)

@@ -22,14 +22,14 @@ from transformers.utils import logging
 from .candidate_generator import FalconCandidateGenerator
 from .costs import CostKey, costs_of
 from .draft_options import DraftOptions, set_by_call
+from .draft_session import was_trained_for
 from .hook import is_user_defined, sample
-from .modeling_falcon_draft import FalconDraftNetwork
+from .interfaces import Drafter
 from .policy import AdaptivePolicy, DraftPolicy, PlainPolicy, acceptance_stats_of
 from .sampling import MultiRootCandidateGenerator, SamplingCandidateGenerator, decode_multi_root, verify_speculative
 from .statistics import FalconGenerateOutput, StatisticsRecorder
-from .target_parts import TargetHead, check_target, was_trained_for
+from .target_parts import unsupported_batch_reason, unsupported_reason
 from .target_run import BatchedTargetRun, LayerOutputs, TargetRun
-from .target_support import unsupported_batch_reason, unsupported_reason
 from .tree import DraftTree, collect, single_node, to_device, to_host
 from .verification import MOST_STEPS_AHEAD, BatchSequence, TokenSequence, verify, verify_greedy
 
@@ -53,7 +53,7 @@ _UNUSED_FIELDS = (
 
 def assisted_decoding(
     target: PreTrainedModel,
-    drafter: FalconDraftNetwork,
+    drafter: Drafter,
     input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
@@ -67,7 +67,7 @@ def assisted_decoding(
 
     Args:
         target ([`PreTrainedModel`]): the target, whose `generate` was called.
-        drafter ([`FalconDraftModel`]): the drafter.
+        drafter ([`Drafter`]): the drafter.
         input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs:
             What `generate` prepared.
 
@@ -103,7 +103,7 @@ def assisted_decoding(
         )
         return FalconGenerateOutput(**output) if isinstance(output, GenerateDecoderOnlyOutput) else output
     options = DraftOptions.from_generation_config(drafter.generation_config, generation_config)
-    check_target(drafter, target)
+    drafter.check_target(target)
     _warn_of_unused_fields(generation_config)
     _warn_of_other_weights(drafter, target)
     if input_ids.shape[0] > 1:
@@ -124,7 +124,7 @@ def assisted_decoding(
 
 
 def _decoder(
-    drafter: FalconDraftNetwork,
+    drafter: Drafter,
     target: PreTrainedModel,
     options: DraftOptions,
     logits_processor: LogitsProcessorList,
@@ -178,7 +178,7 @@ def decode(
 
 
 def decode_batch(
-    run: BatchedTargetRun, drafter: FalconDraftNetwork, options: DraftOptions, batch: BatchSequence, drops_rows: bool
+    run: BatchedTargetRun, drafter: Drafter, options: DraftOptions, batch: BatchSequence, drops_rows: bool
 ) -> StatisticsRecorder:
     """
     Runs rounds of drafting and verifying until all rows of `batch` are finished. Each row drafts its own tree, one
@@ -186,7 +186,7 @@ def decode_batch(
 
     Args:
         run ([`BatchedTargetRun`]): the target.
-        drafter ([`FalconDraftModel`]): the drafter of all rows.
+        drafter ([`Drafter`]): the drafter of all rows.
         options ([`DraftOptions`]): options of the call.
         batch ([`BatchSequence`]): the rows.
         drops_rows (`bool`): whether rows that have ended leave the target's cache.
@@ -201,7 +201,7 @@ def decode_batch(
         sequence.emit(int(sequence.choose(logits[row][None])))
     batch.stream()
     generators: dict[int, FalconCandidateGenerator] = {}
-    head: TargetHead | None = None
+    head: Any = None
     # Rows of the target's cache, by their number in the batch, and how many of them were not finished last.
     cached, active = list(range(len(batch.rows))), 0
     no_path = torch.empty(0, dtype=torch.long)
@@ -274,7 +274,7 @@ def _propose(generators: dict[int, FalconCandidateGenerator], batch: BatchSequen
 
 def _assist_batch(
     target: PreTrainedModel,
-    drafter: FalconDraftNetwork,
+    drafter: Drafter,
     options: DraftOptions,
     batch: BatchSequence,
     generation_config: GenerationConfig,
@@ -294,7 +294,7 @@ def _assist_batch(
 
 def _policy(
     run: TargetRun | BatchedTargetRun,
-    drafter: FalconDraftNetwork,
+    drafter: Drafter,
     options: DraftOptions,
     limit: int,
     rows: int = 1,
@@ -345,7 +345,7 @@ def _warn_of_unused_fields(generation_config: GenerationConfig) -> None:
         logger.warning_once(f"{', '.join(f'`{name}`' for name in unused)}: no effect with a Falcon drafter.")
 
 
-def _warn_of_other_weights(drafter: FalconDraftNetwork, target: PreTrainedModel) -> None:
+def _warn_of_other_weights(drafter: Drafter, target: PreTrainedModel) -> None:
     stats = acceptance_stats_of(drafter, target)
     if stats.is_fit is None:
         stats.is_fit = was_trained_for(drafter, target)

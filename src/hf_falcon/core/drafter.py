@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""The drafter as a transformers model: it is loaded, saved, pushed to the Hub, and passed to `generate`."""
+"""Drafters as transformers models: they are loaded, saved, pushed to the Hub, and passed to `generate`."""
 
 from __future__ import annotations
 
@@ -26,19 +26,24 @@ from .checkpoint_files import (
 from .configuration_falcon_draft import FalconDraftConfig
 from .decoding import assisted_decoding
 from .draft_options import DraftOptions
+from .draft_session import BlockSession, TargetHead, check_embedding, check_target
 from .hook import install, keep_custom_fields, read_logits_to_keep
+from .interfaces import DrafterAcceleration, DraftSession
 from .modeling_falcon_draft import FalconDraftNetwork
 
+# Newest positions of a prompt that the drafter reads: with these the shipped one accepts as much as with all of 1,000.
+_PROMPT_ROWS = 128
 
-class FalconDraftModel(FalconDraftNetwork):
+
+class DraftModel(PreTrainedModel):
     """
-    The Falcon drafter (arXiv 2412.12639): its network, as a model that transformers loads, saves, pushes to the Hub
-    and takes as an assistant. To construct one, also from custom code of the Hub, installs the hook for
-    `target.generate(assistant_model=drafter)`.
+    A drafter that transformers takes as an assistant: `target.generate(assistant_model=drafter)`. A subclass adds what
+    [`Drafter`] asks for, `make_head` and `start_session`. To construct one, also from custom code of the Hub, installs
+    the hook.
 
     Args:
-        config ([`FalconDraftConfig`]): its configuration. The weights are new;
-            [`FalconDraftModel.from_pretrained`] loads trained weights.
+        config ([`~transformers.PreTrainedConfig`]): has the fields that [`Drafter`] names, and the target's
+            `vocab_size`.
     """
 
     # The hook recognises a drafter by this attribute. The class differs: code loaded from the Hub is another module.
@@ -48,7 +53,7 @@ class FalconDraftModel(FalconDraftNetwork):
 
     _supports_logits_to_keep = read_logits_to_keep
 
-    def __init__(self, config: FalconDraftConfig):
+    def __init__(self, config: Any):
         super().__init__(config)
         install()
 
@@ -56,6 +61,80 @@ class FalconDraftModel(FalconDraftNetwork):
     def can_generate(cls) -> bool:
         """`True`: transformers then saves and loads `generation_config`, which has the drafting options."""
         return True
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """See [`Drafter.check_target`]."""
+        check_target(self, target)
+
+    def make_head(self, target: PreTrainedModel) -> Any:
+        """See [`Drafter.make_head`]."""
+        raise NotImplementedError(f"{type(self).__name__} has no `make_head`.")
+
+    def start_session(self, head: Any, acceleration: DrafterAcceleration) -> DraftSession:
+        """See [`Drafter.start_session`]."""
+        raise NotImplementedError(f"{type(self).__name__} has no `start_session`.")
+
+    def assisted_decoding(self, target: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        """
+        Runs the decoding loop of this drafter's own code. The hook calls it for
+        `target.generate(assistant_model=drafter)`.
+
+        Args:
+            target ([`PreTrainedModel`]): the target, whose `generate` was called.
+            args, kwargs: the arguments of [`~decoding.assisted_decoding`], which `generate` prepared.
+
+        Returns:
+            `torch.LongTensor` of shape `(batch, length)`, or a [`FalconGenerateOutput`] with
+            `return_dict_in_generate=True`.
+        """
+        return assisted_decoding(target, self, *args, **kwargs)
+
+    def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
+        """
+        As [`PreTrainedModel.adjust_generation_fn`]: loads the drafting options. The repository's `custom_generate` is
+        for targets, and is not loaded.
+        """
+        with reading("generation_config.json"):
+            GenerationMixin.adjust_generation_fn(self, *args, **{**kwargs, "trust_remote_code": False})
+
+    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """
+        A drafter proposes tokens to a target, and generates no text by itself.
+
+        Args:
+            args, kwargs: not used.
+
+        Raises:
+            `TypeError`: always; it names the call to use.
+        """
+        raise TypeError(
+            "A Falcon drafter generates nothing by itself: call `target.generate(**inputs, assistant_model=drafter)`, "
+            "after `hf_falcon.enable()` if it was disabled."
+        )
+
+
+class FalconDraftModel(DraftModel, FalconDraftNetwork):
+    """
+    The Falcon drafter (arXiv 2412.12639): its network, as a model that transformers loads, saves, pushes to the Hub
+    and takes as an assistant.
+
+    Args:
+        config ([`FalconDraftConfig`]): its configuration. The weights are new;
+            [`FalconDraftModel.from_pretrained`] loads trained weights.
+    """
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """See [`Drafter.check_target`]."""
+        super().check_target(target)
+        check_embedding(self, target)
+
+    def make_head(self, target: PreTrainedModel) -> TargetHead:
+        """See [`Drafter.make_head`]."""
+        return TargetHead(self, target)
+
+    def start_session(self, head: TargetHead, acceleration: DrafterAcceleration) -> BlockSession:
+        """See [`Drafter.start_session`]."""
+        return BlockSession(self, head, acceleration, _PROMPT_ROWS)
 
     @classmethod
     def from_pretrained(
@@ -77,7 +156,7 @@ class FalconDraftModel(FalconDraftNetwork):
         # transformers' own error for a shape does not name the weight.
         kwargs["ignore_mismatched_sizes"] = True
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        _refuse_problems(pretrained_model_name_or_path, info)
+        refuse_problems(pretrained_model_name_or_path, info)
         DraftOptions.from_generation_config(model.generation_config)
         return (model, info) if output_loading_info else model
 
@@ -97,7 +176,7 @@ class FalconDraftModel(FalconDraftNetwork):
         # An invalid value in a field of transformers may only fail when the network is built.
         with reading("config.json"), torch.device("meta"), init.no_init_weights():
             wanted: Shapes = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
-        _refuse_problems(
+        refuse_problems(
             repository,
             {
                 "missing_keys": wanted.keys() - stored.keys(),
@@ -160,46 +239,18 @@ class FalconDraftModel(FalconDraftNetwork):
             kwargs.setdefault("card", card.read_text(encoding="utf-8"))
         return upload(self.save_pretrained, repo_id, **kwargs)
 
-    def assisted_decoding(self, target: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        """
-        Runs the decoding loop of this drafter's own code. The hook calls it for
-        `target.generate(assistant_model=drafter)`.
 
-        Args:
-            target ([`PreTrainedModel`]): the target, whose `generate` was called.
-            args, kwargs: the arguments of [`~decoding.assisted_decoding`], which `generate` prepared.
+def refuse_problems(repository: Any, problems: Mapping[str, Any]) -> None:
+    """
+    Refuses a checkpoint whose weights do not belong to its configuration.
 
-        Returns:
-            `torch.LongTensor` of shape `(batch, length)`, or a [`FalconGenerateOutput`] with
-            `return_dict_in_generate=True`.
-        """
-        return assisted_decoding(target, self, *args, **kwargs)
+    Args:
+        repository: its folder or name.
+        problems (`dict`): names of weights by the kind of problem, as transformers' loading reports them.
 
-    def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
-        """
-        As [`PreTrainedModel.adjust_generation_fn`]: loads the drafting options. The repository's `custom_generate` is
-        for targets, and is not loaded.
-        """
-        with reading("generation_config.json"):
-            GenerationMixin.adjust_generation_fn(self, *args, **{**kwargs, "trust_remote_code": False})
-
-    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """
-        A drafter proposes tokens to a target, and generates no text by itself.
-
-        Args:
-            args, kwargs: not used.
-
-        Raises:
-            `TypeError`: always; it names the call to use.
-        """
-        raise TypeError(
-            "A Falcon drafter generates nothing by itself: call `target.generate(**inputs, assistant_model=drafter)`, "
-            "after `hf_falcon.enable()` if it was disabled."
-        )
-
-
-def _refuse_problems(repository: Any, problems: Mapping[str, Any]) -> None:
+    Raises:
+        `ValueError`: if there are any; it names the weights.
+    """
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         if problems.get(problem):
             raise ValueError(

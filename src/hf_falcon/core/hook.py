@@ -34,12 +34,19 @@ from transformers.generation.configuration_utils import GenerationMode
 
 # Set on the wrappers. Two copies of this file (the installed package, and code from the Hub) then wrap once.
 _MARK = "_is_falcon_hook"
-# The value of the mark: 1 wrapped `_assisted_decoding`, 2 also `_validate_generation_mode`, 3 also `generate`. The
-# newest copy wraps, and serves the drafters of all copies: each drafter brings its own decoding loop, and the hook
-# only prepares the arguments and calls `drafter.assisted_decoding`. An older copy leaves newer wrappers in place.
-# Drafters of version 1 and 2 read their options from the attributes of `generation_config`.
-_VERSION = 3
+# The value of the mark: 1 wrapped `_assisted_decoding`, 2 also `_validate_generation_mode`, 3 also `generate`, 4 reads
+# attached drafters. The newest copy wraps, and serves the drafters of all copies: each drafter brings its own decoding
+# loop, and the hook only prepares the arguments and calls `drafter.assisted_decoding`. An older copy leaves newer
+# wrappers in place. Drafters of version 1 and 2 read their options from the attributes of `generation_config`.
+_VERSION = 4
 _disabled = False
+
+# The attached drafter of each target, which is freed with its target. It is an attribute of `GenerationMixin`, because
+# the copy of this file whose `attach` is called need not be the copy that wraps `generate`.
+_ATTACHED = "_falcon_attached_drafters"
+if not hasattr(GenerationMixin, _ATTACHED):
+    setattr(GenerationMixin, _ATTACHED, weakref.WeakKeyDictionary())
+_attached: weakref.WeakKeyDictionary[Any, Any] = getattr(GenerationMixin, _ATTACHED)
 
 # The options of drafters whose code is older than the attribute `draft_option_names`, without the fields that
 # `GenerationConfig` has itself.
@@ -55,6 +62,10 @@ _OLD_OPTION_NAMES = (
 _SETTINGS = "_falcon_call_settings"
 # The settings of the `generate` call that this thread or task is in: `generate` passes on no argument of ours.
 _settings_of_call: ContextVar[dict[str, Any] | None] = ContextVar("settings_of_call", default=None)
+# Loads a drafter of another method by its name, with the arguments `name, dtype`, or returns `None` if the name is of
+# another kind of model. The installed package registers it; code from the Hub loads Falcon drafters only.
+Loader = Callable[[str, torch.dtype], Any]
+_loaders: list[Loader] = []
 # The drafter that each target loaded last by its name. It is freed with its target.
 _loaded: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = weakref.WeakKeyDictionary()
 
@@ -94,6 +105,61 @@ def disable() -> None:
             setattr(GenerationMixin, name, getattr(GenerationMixin, name).__wrapped__)
 
 
+def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike[str]) -> None:
+    """
+    Makes `target.generate` draft without an argument, also where a pipeline or transformers' server calls it. It
+    replaces a drafter that was attached before. Nothing is attached to a copy of the target.
+
+    A call runs as without an attached drafter, if
+
+    - it has an `assistant_model`; `None` is plain decoding,
+    - it has a `custom_generate`,
+    - its mode is not greedy search or sampling: beam search, or transformers' own prompt lookup
+      (`prompt_lookup_num_tokens` above 0),
+    - it has an argument that no drafter supports: `use_cache=False`, `cache_implementation="paged"`,
+      `assistant_tokenizer`, `num_assistant_tokens_schedule="heuristic_transient"`,
+    - the target is in training mode, or is the assistant of another model.
+
+    Args:
+        target ([`PreTrainedModel`]): the target.
+        drafter ([`FalconDraftModel`], `str` or `os.PathLike`):
+            The drafter, its name on the Hub or its folder. By name it is loaded at once, in the target's dtype and on
+            its device.
+
+    Raises:
+        `TypeError`: if the target is not a transformers model that generates, or the drafter is not a Falcon drafter.
+        `ValueError`: if the drafter was made for another target.
+    """
+    if not isinstance(target, PreTrainedModel) or not isinstance(target, GenerationMixin):
+        raise TypeError(
+            f"`target` is a {type(target).__name__}: give the transformers model whose `generate` is called, such as a "
+            "`LlamaForCausalLM`, without a wrapper."
+        )
+    given = drafter
+    if isinstance(drafter, (str, os.PathLike)):
+        drafter = _load_drafter(target, drafter, None)
+    if not _is_drafter(drafter):
+        found = repr(str(given)) if isinstance(given, (str, os.PathLike)) else f"a {type(given).__name__}"
+        raise TypeError(
+            f"`drafter` is {found}, not a Falcon drafter: give a `FalconDraftModel`, or its name or folder."
+        )
+    # Drafters whose code is older have no such method, and are checked by the first call that drafts.
+    check_target = getattr(drafter, "check_target", None)
+    if check_target is not None:
+        check_target(target)
+    _attached[target] = drafter
+
+
+def detach(target: PreTrainedModel) -> None:
+    """
+    Undoes [`attach`]. Nothing happens if no drafter is attached.
+
+    Args:
+        target ([`PreTrainedModel`]): the target.
+    """
+    _attached.pop(target, None)
+
+
 def call_settings(generation_config: GenerationConfig | None) -> dict[str, Any] | None:
     """
     The fields of a generation configuration that the user set for a `generate` call: as arguments of the call, in its
@@ -123,7 +189,8 @@ def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
     def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = signature.bind(self, *args, **kwargs)
         more: dict[str, Any] = call.arguments.setdefault("kwargs", {})
-        assistant = call.arguments.get("assistant_model")
+        is_named = "assistant_model" in call.arguments
+        assistant = call.arguments["assistant_model"] if is_named else _attached.get(self)
         # A custom `generate` gets all arguments unchanged. If it calls `generate` again, this wrapper runs then.
         if assistant is None or call.arguments.get("custom_generate") is not None:
             return stock(self, *args, **kwargs)
@@ -131,13 +198,15 @@ def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
             assistant = _load_drafter(self, assistant, more.get("trust_remote_code"))
         if not _is_drafter(assistant):
             return stock(self, *args, **kwargs)
-        _private(GenerationMixin, "_assisted_decoding", "hand a call to the drafter")
-        call.arguments["assistant_model"] = assistant
         names = _option_names(assistant)
         settings = _settings_in(getattr(self, "generation_config", None))
         settings |= _settings_in(call.arguments.get("generation_config"))
         # An argument that is `None` unsets the field.
         settings |= {name: value for name, value in more.items() if name in names or _has_field(name)}
+        if not is_named and not _takes_attached(self, settings, more):
+            return stock(self, *args, **kwargs)
+        _private(GenerationMixin, "_assisted_decoding", "hand a call to the drafter")
+        call.arguments["assistant_model"] = assistant
         for name in names:
             if not _has_field(name):
                 more.pop(name, None)
@@ -148,6 +217,27 @@ def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
             _settings_of_call.reset(token)
 
     return generate
+
+
+def _takes_attached(target: Any, settings: dict[str, Any], arguments: dict[str, Any]) -> bool:
+    """
+    Whether a call that names no assistant drafts with the attached drafter: transformers would decode it plainly, and
+    nothing in it is refused with a drafter. See [`attach`].
+    """
+    # With dropout every pass draws, and with gradient checkpointing the cache stays empty.
+    if target.training or arguments.get("assistant_tokenizer") is not None:
+        return False
+    if settings.get("use_cache") is False or settings.get("cache_implementation") == "paged":
+        return False
+    if settings.get("is_assistant") or settings.get("num_assistant_tokens_schedule") == "heuristic_transient":
+        return False
+    config = GenerationConfig()
+    # `generate` fills in the defaults before it asks for the mode.
+    for name, value in {**default_generation_params(), **settings}.items():
+        setattr(config, name, value)
+    # With 0 the drafter looks nothing up; transformers would look up a number of tokens that it then refuses.
+    config.prompt_lookup_num_tokens = config.prompt_lookup_num_tokens or None
+    return config.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
 def _option_names(drafter: Any) -> tuple[str, ...]:
@@ -171,6 +261,11 @@ def _settings_in(config: GenerationConfig | None) -> dict[str, Any]:
     return found
 
 
+def register_loader(load: Loader) -> None:
+    """Adds a loader for drafters that are given by name: `generate(assistant_model="user/drafter")`."""
+    _loaders.append(load)
+
+
 def _load_drafter(target: PreTrainedModel, name: str | os.PathLike[str], trust_remote_code: bool | None) -> Any:
     """
     Loads the drafter in a folder or a repository of the Hub, in the target's dtype and on its device. Each target
@@ -182,11 +277,15 @@ def _load_drafter(target: PreTrainedModel, name: str | os.PathLike[str], trust_r
     known, drafter = _loaded.get(target, (None, None))
     if drafter is not None and known == wanted:
         return drafter
-    if PreTrainedConfig.get_config_dict(name)[0].get("model_type") != "falcon_draft":
-        return name
     # Parameters that are made in inference mode could not be used outside it.
     with torch.inference_mode(False):
-        drafter = AutoModel.from_pretrained(name, dtype=target.dtype, trust_remote_code=trust_remote_code)
+        if PreTrainedConfig.get_config_dict(name)[0].get("model_type") == "falcon_draft":
+            drafter = AutoModel.from_pretrained(name, dtype=target.dtype, trust_remote_code=trust_remote_code)
+        else:
+            found = (load(str(name), target.dtype) for load in _loaders)
+            drafter = next((each for each in found if each is not None), None)
+        if drafter is None:
+            return name
         drafter = drafter.to(target.device).eval()
     _loaded[target] = (wanted, drafter)
     return drafter

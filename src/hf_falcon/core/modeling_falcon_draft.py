@@ -95,11 +95,15 @@ class FalconAttention(nn.Module):
         self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=False)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
 
+    def queries_and_keys(self, hidden: Tensor) -> Tensor:
+        """The heads of the queries, then those of the keys, side by side."""
+        return torch.cat((self.q_proj(hidden), self.k_proj(hidden)), dim=-1)
+
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: KeyValueCache | None) -> Tensor:
         batch, length, _, _ = cos.shape
         # Queries and keys are rotated together.
-        rotated = torch.cat((self.q_proj(hidden), self.k_proj(hidden)), dim=-1)
-        rotated = _rotate(rotated.view(batch, length, -1, self.head_dim), cos, sin).transpose(1, 2)
+        rotated = self.queries_and_keys(hidden).view(batch, length, -1, self.head_dim)
+        rotated = _rotate(rotated, cos, sin).transpose(1, 2)
         queries, keys = rotated.split((self.heads, self.kv_heads), dim=1)
         values = self.v_proj(hidden).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
         if cache is not None:
@@ -222,6 +226,8 @@ class FalconDraftNetwork(PreTrainedModel):
     main_input_name = "features"
     _no_split_modules = ["FalconDecoderLayer"]
     supports_gradient_checkpointing = True
+    # Positions that a layer with a sliding window sees. With one, masks have a second head for these layers.
+    window: int | None = None
 
     feature_mean: Tensor
     feature_std: Tensor

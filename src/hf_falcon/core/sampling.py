@@ -20,11 +20,10 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from .candidate_generator import DraftedBlocks, FalconCandidateGenerator
+from .candidate_generator import FalconCandidateGenerator
 from .draft_options import DraftOptions
-from .modeling_falcon_draft import FalconDraftNetwork
+from .interfaces import DraftedBlocks, Drafter, DraftHead
 from .statistics import StatisticsRecorder
-from .target_parts import TargetHead
 from .target_run import TargetRun
 from .tree import DraftTree, DynamicTree, StaticTree, to_device, validate_paths
 from .verification import TokenSequence, verify, walk
@@ -58,7 +57,7 @@ class SamplingCandidateGenerator(FalconCandidateGenerator):
 
     def __init__(
         self,
-        drafter: FalconDraftNetwork,
+        drafter: Drafter,
         target: PreTrainedModel,
         options: DraftOptions,
         processors: LogitsProcessorList,
@@ -80,12 +79,12 @@ class SamplingCandidateGenerator(FalconCandidateGenerator):
                 )
         return super()._build_tree()
 
-    def _candidates(self, features: Tensor) -> tuple[Tensor, ...]:
+    def _candidates(self, states: Tensor) -> tuple[Tensor, ...]:
         """
-        Draws for features of shape `(..., hidden_size)`: their log-probabilities and their tokens, of shape
+        Draws for states of shape `(..., state_size)`: their log-probabilities and their tokens, of shape
         `(..., max_children)`, and the distributions that they are of, of shape `(..., draft_vocab_size)`.
         """
-        scores = self.head.logits(features).float()
+        scores = self.head.logits(states).float()
         rows = scores.flatten(0, -2)
         for warper in self._warpers:
             rows = warper(None, rows)
@@ -98,14 +97,14 @@ class SamplingCandidateGenerator(FalconCandidateGenerator):
 
 
 def verify_speculative(
-    tree: DraftTree, logits: Tensor, sequence: TokenSequence, head: TargetHead
+    tree: DraftTree, logits: Tensor, sequence: TokenSequence, head: DraftHead
 ) -> tuple[Tensor, int]:
     """
     Verifies a tree of drawn candidates: each is accepted by the ratio of probabilities.
 
     Args:
         tree, logits, sequence: see [`verification.verify`].
-        head ([`TargetHead`]): the head whose vocabulary `tree.proposals` are distributions over.
+        head ([`DraftHead`]): the head whose vocabulary `tree.proposals` are distributions over.
 
     Returns:
         See [`verification.verify`].
@@ -168,7 +167,7 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
         drafter, target, options: see [`FalconCandidateGenerator`]; every tree is a dynamic one.
     """
 
-    def __init__(self, drafter: FalconDraftNetwork, target: PreTrainedModel, options: DraftOptions):
+    def __init__(self, drafter: Drafter, target: PreTrainedModel, options: DraftOptions):
         super().__init__(drafter, target, replace(options, draft_tree="dynamic"))
         self.block_size = drafter.config.block_size
 
@@ -192,7 +191,7 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
         tree_round = self._tree.start(max_depth + 1)
         tree_round.add(to_device(log_probs[None], self._device), to_device(roots[None], self._device))
         branches = tree_round.branches()
-        if branches is not None and self._committed > 0:
+        if branches is not None and self._next_position is not None:
             width = branches.token_ids.shape[0]
             known = to_device(token_ids, self._device).expand(width, -1)
             drafted = DraftedBlocks(

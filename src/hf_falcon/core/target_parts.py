@@ -1,19 +1,84 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""The parts of a target that a drafter reads: features, embedding and LM head."""
+"""A target: its features, its layers, and the reason where plain decoding runs in place of drafting."""
 
 from __future__ import annotations
 
+import inspect
 import threading
-from collections.abc import Sequence
-from functools import cached_property
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StaticCache,
+    StoppingCriteriaList,
+    generation,
+)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
-from .checkpoint_files import weights_fingerprint
-from .modeling_falcon_draft import FalconDraftNetwork
+from .hook import attention_implementation, is_stateful
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+# Attention functions that take any additive mask.
+_MASKED_ATTENTION = ("eager", "sdpa")
+
+_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+
+# Arguments of the model that `generate` prepares for a text prompt. A tree cannot shift others (images, token types).
+_KNOWN_INPUTS = {
+    "attention_mask",
+    "inputs_embeds",
+    "position_ids",
+    "cache_position",
+    "past_key_values",
+    "use_cache",
+    "logits_to_keep",
+    "output_attentions",
+    "output_hidden_states",
+    "return_dict",
+}
+
+# Processors and criteria that treat each row by itself and keep no state; by exact type, as a subclass may differ.
+_ROWWISE_PROCESSORS = {
+    generation.EpsilonLogitsWarper,
+    generation.EtaLogitsWarper,
+    generation.ExponentialDecayLengthPenalty,
+    generation.ForcedBOSTokenLogitsProcessor,
+    generation.ForcedEOSTokenLogitsProcessor,
+    generation.InfNanRemoveLogitsProcessor,
+    generation.LogitNormalization,
+    generation.MinLengthLogitsProcessor,
+    generation.MinNewTokensLengthLogitsProcessor,
+    generation.MinPLogitsWarper,
+    generation.NoBadWordsLogitsProcessor,
+    generation.NoRepeatNGramLogitsProcessor,
+    generation.PrefixConstrainedLogitsProcessor,
+    generation.RepetitionPenaltyLogitsProcessor,
+    generation.SequenceBiasLogitsProcessor,
+    generation.SuppressTokensAtBeginLogitsProcessor,
+    generation.SuppressTokensLogitsProcessor,
+    generation.TemperatureLogitsWarper,
+    generation.TopHLogitsWarper,
+    generation.TopKLogitsWarper,
+    generation.TopPLogitsWarper,
+    generation.TypicalLogitsWarper,
+    generation.WatermarkLogitsProcessor,
+}
+
+_ROWWISE_CRITERIA = {
+    generation.EosTokenCriteria,
+    generation.MaxLengthCriteria,
+    generation.MaxTimeCriteria,
+    generation.StopStringCriteria,
+}
 
 
 class FeatureTap:
@@ -24,20 +89,29 @@ class FeatureTap:
 
     Args:
         model ([`PreTrainedModel`]): the target.
-        layers (sequence of `int`, *optional*): layers whose outputs are appended to the features.
+        layers (sequence of `int`, *optional*):
+            Layers whose outputs are appended to the features, in this order; -1 is the input of the first layer.
     """
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] = ()):
         self._decoder = decoder_of(model)
-        self._layers = _decoder_layers(model, layers)
+        self._layers = _decoder_layers(model, [max(layer, 0) for layer in layers])
+        # Whether the layer's input is collected, and not its output.
+        self._takes_input = [layer < 0 for layer in layers]
         self._thread = threading.get_ident()
-        self._outputs: list[Tensor] = []
+        # Outputs of the layers of the forward that runs, by their place in `layers`.
+        self._outputs: dict[int, Tensor] = {}
         self._collected: list[Tensor] = []
         self._handles: list[Any] = []
 
     def __enter__(self) -> FeatureTap:
         self._handles = [self._decoder.register_forward_hook(self._collect)]
-        self._handles += [layer.register_forward_hook(self._collect_layer) for layer in self._layers]
+        for place, (layer, takes_input) in enumerate(zip(self._layers, self._takes_input)):
+            if takes_input:
+                hook = partial(self._collect_input, place)
+                self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
+            else:
+                self._handles.append(layer.register_forward_hook(partial(self._collect_output, place)))
         return self
 
     def __exit__(self, *exception: Any) -> None:
@@ -58,14 +132,19 @@ class FeatureTap:
         # Another thread may generate with the same target at the same time.
         if threading.get_ident() == self._thread:
             features = output[0] if isinstance(output, tuple) else output.last_hidden_state
-            outputs, self._outputs = self._outputs, []
+            outputs, self._outputs = self._outputs, {}
             if outputs:
-                features = torch.cat([features, *(each.to(features.device) for each in outputs)], dim=-1)
+                parts = [outputs[place].to(features.device) for place in range(len(self._layers))]
+                features = torch.cat([features, *parts], dim=-1)
             self._collected.append(features)
 
-    def _collect_layer(self, module: Any, inputs: Any, output: Any) -> None:
+    def _collect_output(self, place: int, module: Any, inputs: Any, output: Any) -> None:
         if threading.get_ident() == self._thread:
-            self._outputs.append(output[0] if isinstance(output, tuple) else output)
+            self._outputs[place] = output[0] if isinstance(output, tuple) else output
+
+    def _collect_input(self, place: int, module: Any, inputs: Any, named: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._outputs[place] = inputs[0] if inputs else named["hidden_states"]
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -94,135 +173,160 @@ def _decoder_layers(model: PreTrainedModel, wanted: Sequence[int]) -> list[nn.Mo
     return [lists[0][layer] for layer in wanted]
 
 
-class TargetHead:
+def layer_kinds(config: PreTrainedConfig) -> set[str]:
+    """The kinds of attention of a model's layers, in the words of its configuration's `layer_types`."""
+    text_config = config.get_text_config(decoder=True)
+    kinds = getattr(text_config, "layer_types", None)
+    if kinds is not None:
+        return set(kinds)
+    if text_config.model_type == "gpt_neo":
+        # Its local layers cut their window themselves, by the slots of the cache.
+        return {{"global": FULL}.get(kind, kind) for kind in text_config.attention_layers}
+    if getattr(text_config, "sliding_window", None) is not None:
+        return {SLIDING}
+    return {"chunked_attention"} if getattr(text_config, "attention_chunk_size", None) is not None else {FULL}
+
+
+def unsupported_reason(
+    model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any]
+) -> str | None:
     """
-    Embedding and LM head of a target, for the drafter's vocabulary, with the target's own post-processing.
+    The reason why trees cannot be verified in this call; it completes "plain decoding runs: ...".
 
-    One object serves one `generate` call or one training run. The drafter itself stores no part of a target.
-
-    Args:
-        drafter ([`FalconDraftModel`]): the drafter.
-        target ([`PreTrainedModel`]): the target, a causal language model.
-        dtype (`torch.dtype`, *optional*, defaults to the drafter's): dtype of the head.
-
-    Raises:
-        `ValueError`: if the drafter was made for a target of another kind or shape.
+    Returns:
+        `str`, or `None` where they can.
     """
-
-    def __init__(self, drafter: FalconDraftNetwork, target: PreTrainedModel, dtype: torch.dtype | None = None):
-        check_target(drafter, target)
-        config = drafter.config
-        self._output: Any = target.get_output_embeddings()
-        self._embedding = target.get_input_embeddings()
-        # The drafter may still move: its device is read when it is needed.
-        self._example = drafter.norm.weight
-        self._dtype = dtype or self._example.dtype
-        self._known_ids = None if config.draft_vocab_size is None else drafter.draft_vocab_ids
-        self.draft_vocab_size: int = config.draft_vocab_size or self._output.weight.shape[0]
-        self._scale = config.logit_scale
-        self._softcap = config.logit_softcapping
-
-    @cached_property
-    def linear(self) -> nn.Linear:
-        """The LM head as a linear layer. It is made at its first use, because not all calls draft."""
-        weight, bias = _parameters_of(self._output)
-        if self._known_ids is not None:
-            rows = self._known_ids.to(weight.device)
-            weight, bias = weight[rows], None if bias is None else bias[rows]
-        size, hidden_size = weight.shape
-        linear = nn.Linear(hidden_size, size, bias=bias is not None, device="meta")
-        linear.weight = nn.Parameter(weight.detach().to(self._example.device, self._dtype), requires_grad=False)
-        if bias is not None:
-            linear.bias = nn.Parameter(bias.detach().to(self._example.device, self._dtype), requires_grad=False)
-        return linear
-
-    @cached_property
-    def vocab_ids(self) -> Tensor | None:
-        """Target ids of the draft vocabulary, of shape `(draft_vocab_size,)`; `None` for the whole vocabulary."""
-        return None if self._known_ids is None else self._known_ids.to(self.linear.weight.device)
-
-    def embed(self, token_ids: Tensor) -> Tensor:
-        """
-        The target's embeddings of `token_ids` of shape `(...)`, of shape `(..., hidden_size)` and on the drafter's
-        device.
-        """
-        weight = self._embedding.weight
-        with torch.no_grad():
-            # The weight of an offloaded embedding has no device, and accelerate moves the tokens.
-            embeds = self._embedding(token_ids if weight.is_meta else token_ids.to(weight.device))
-        return embeds.to(self._example.device)
-
-    def logits(self, features: Tensor) -> Tensor:
-        """
-        The logits that the target's own forward computes from `features`, for the draft vocabulary.
-
-        Args:
-            features (`torch.Tensor` of shape `(..., hidden_size)`): true or predicted features.
-
-        Returns:
-            `torch.Tensor` of shape `(..., draft_vocab_size or vocab_size)`.
-        """
-        # One matrix: for a batch of strided rows the product would copy the weight.
-        rows = features.reshape(-1, features.shape[-1]).to(self.linear.weight.dtype)
-        logits = self.linear(rows).view(*features.shape[:-1], -1)
-        if self._scale != 1.0:
-            logits = logits * self._scale
-        if self._softcap is not None:
-            logits = torch.tanh(logits / self._softcap) * self._softcap
-        return logits
-
-    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Converts ids of the draft vocabulary to ids of the target's vocabulary."""
-        return draft_ids if self.vocab_ids is None else self.vocab_ids[draft_ids]
-
-
-def _parameters_of(output: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of an LM head as ordinary tensors, also if it is packed, or offloaded by accelerate."""
-    weight, bias = output.weight, getattr(output, "bias", None)
-    hook = getattr(output, "_hf_hook", None)
-    if weight.is_meta and hook is not None:
-        hook.pre_forward(output)
-        weight, bias = output.weight.detach(), getattr(output, "bias", None)
-        hook.post_forward(output, None)
-    return weight.to_dense(), bias
-
-
-def check_target(drafter: FalconDraftNetwork, target: PreTrainedModel) -> None:
-    """
-    Checks that a drafter can draft for a target.
-
-    Raises:
-        `ValueError`: if it cannot; it names the field that differs, both values, and the remedy.
-    """
-    config = drafter.config
-    text_config = target.config.get_text_config(decoder=True)
-    output = target.get_output_embeddings()
-    if output is None or not hasattr(output, "weight"):
-        raise ValueError(
-            f"{type(target).__name__} has no LM head for a drafter to use (`get_output_embeddings()` is "
-            f"{type(output).__name__}): use a causal language model whose head is a linear layer."
+    config = model.config.get_text_config(decoder=True)
+    cache = model_kwargs.get("past_key_values")
+    if model.config.is_encoder_decoder:
+        return "the target is an encoder-decoder model"
+    # BERT's kind. GPT-NeoX's configuration has the field as well, but GPT-NeoX is a decoder.
+    if hasattr(config, "add_cross_attention") and not getattr(config, "is_decoder", True):
+        return "the target is an encoder (`is_decoder` is False), which keeps no cache"
+    if config.model_type == "git":
+        return "the target's mask has room for images, even without any"
+    if _uses_alibi(config):
+        return "the target uses ALiBi positions, which cannot follow a tree"
+    if model.device.type == "meta":
+        return "the target's embedding is offloaded, so its device is unknown"
+    if any(_is_compiled(module) for module in (model, decoder_of(model))):
+        return "the target is compiled by `torch.compile`, which hides its features"
+    if any(isinstance(module, torch.ao.nn.quantized.dynamic.Linear) for module in model.modules()):
+        return (
+            "the target's linear layers quantise all rows of a forward by one scale, so that each changes the others"
         )
-    found = {
-        "target_model_type": text_config.model_type,
-        "vocab_size": text_config.vocab_size,
-        "hidden_size": output.weight.shape[-1],
-    }
-    for field, value in found.items():
-        expected = getattr(config, field)
-        if expected is not None and value != expected:
-            raise ValueError(
-                f"The drafter's `{field}` is {expected!r}, but the target has {value!r}: this drafter was made for "
-                f"{config.target_name_or_path or 'another target'}. Use that target, or train a drafter for this one."
+    inputs = inspect.signature(model.forward).parameters
+    missing = [name for name in ("position_ids", "past_key_values") if name not in inputs]
+    if missing:
+        return f"the target takes no `{missing[0]}`, which a tree needs"
+    unknown = layer_kinds(model.config) - {FULL, SLIDING}
+    if unknown or is_stateful(model):
+        return f"the target has layers of kind {sorted(unknown) or 'recurrent'}, which cannot be rolled back"
+    attention = attention_implementation(config) or "eager"
+    if attention not in _MASKED_ATTENTION:
+        return f"`attn_implementation` is {attention!r}, which takes no tree mask (use one of {_MASKED_ATTENTION})"
+    if not isinstance(cache, (DynamicCache, StaticCache)) or getattr(cache, "offloading", False):
+        return f"the cache is a {type(cache).__name__} that cannot drop rejected branches (use a DynamicCache)"
+    # By exact type: a subclass may keep more than keys and values.
+    odd = {type(layer).__name__ for layer in cache.layers if type(layer) not in _CACHE_LAYERS}
+    if odd:
+        return f"the cache has layers of type {sorted(odd)}, which cannot drop rejected branches"
+    mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    past, tokens = cache.get_seq_length(), (input_ids if embeds is None else embeds).shape[1]
+    if mask is not None and (mask.dim() != 2 or mask.shape[1] not in (tokens, past + tokens) or mask.shape[1] <= past):
+        return (
+            f"`attention_mask` has shape {tuple(mask.shape)}, for {past} tokens in the cache and a prompt of {tokens}"
+        )
+    # A multimodal model gets an empty dict of its encoders' outputs with a text alone.
+    empty = {name for name, value in model_kwargs.items() if value is None or (isinstance(value, dict) and not value)}
+    extra = sorted(model_kwargs.keys() - empty - _KNOWN_INPUTS)
+    if extra:
+        return f"the target was given {extra} beside its text"
+    if _moves_positions(model, input_ids, model_kwargs):
+        return "the target does not take its `position_ids` as `generate` prepares them"
+    return None
+
+
+def _moves_positions(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> bool:
+    """Whether the model replaces or shifts the positions that `generate` prepares for a step of plain decoding."""
+    prepared = model_kwargs.get("position_ids")
+    if prepared is None:
+        return False
+    # A step has tokens, even if the prompt has none.
+    arguments = {name: value for name, value in model_kwargs.items() if name != "inputs_embeds"}
+    tokens = input_ids if input_ids.shape[1] > 0 else input_ids.new_zeros(input_ids.shape[0], 1)
+    step = model.prepare_inputs_for_generation(tokens, next_sequence_length=1, **arguments)
+    taken = step.get("position_ids")
+    # Where Phi3's frequencies change, the step is the whole text.
+    return taken is None or not torch.equal(taken[..., -1:], prepared[..., -1:])
+
+
+def _is_compiled(module: nn.Module) -> bool:
+    """Whether a module's forward is compiled in place; its parts' hooks are not called then, or only sometimes."""
+    compiled_forward = hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    return compiled_forward or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _uses_alibi(config: PreTrainedConfig) -> bool:
+    nested = getattr(config, "attn_config", None)
+    return bool(
+        getattr(config, "alibi", False)
+        or getattr(nested, "alibi", False)
+        or config.model_type == "bloom"
+        or getattr(config, "position_embedding_type", None) == "alibi"
+    )
+
+
+def rope_boundary(config: PreTrainedConfig) -> tuple[int | None, bool]:
+    """
+    The context length from which rotary frequencies depend on the length itself, and whether they change with every
+    further token (`dynamic`) or only once (`longrope`).
+    """
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in (parameters, *[p for p in parameters.values() if isinstance(p, dict)]):
+        kind = rope.get("rope_type")
+        if kind in ("dynamic", "longrope"):
+            original = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
             )
-    if target.get_input_embeddings().weight.shape[-1] != config.hidden_size:
-        raise ValueError(
-            f"The target's embedding is {target.get_input_embeddings().weight.shape[-1]} wide and its last hidden "
-            f"state {config.hidden_size}: a drafter needs both to be equal."
-        )
+            return original or config.max_position_embeddings, kind == "dynamic"
+    return None, False
 
 
-def was_trained_for(drafter: FalconDraftNetwork, target: PreTrainedModel) -> bool:
-    """Whether the drafter was trained for the target's weights; `True` if their fingerprints are not known."""
-    expected = drafter.config.target_fingerprint
-    actual = weights_fingerprint(target) if expected is not None else None
-    return expected is None or actual is None or actual == expected
+def unsupported_batch_reason(
+    model: PreTrainedModel,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
+    model_kwargs: Mapping[str, Any],
+) -> str | None:
+    """
+    The reason why the rows of a batch cannot advance independently in this call; see [`unsupported_reason`].
+
+    Returns:
+        `str`, or `None` where they can.
+    """
+    parts = ((logits_processor, _ROWWISE_PROCESSORS), (stopping_criteria, _ROWWISE_CRITERIA))
+    odd = [type(each).__name__ for given, known in parts for each in given if type(each) not in known]
+    if odd:
+        return f"the batch has several rows, and {odd[0]} may look at all of them at once"
+    kinds = {type(each) for each in stopping_criteria}
+    if generation.EosTokenCriteria not in kinds and kinds - {generation.MaxLengthCriteria}:
+        return "the batch has several rows, and without an `eos_token_id` rows that have ended continue"
+    if rope_boundary(model.config.get_text_config(decoder=True))[0] is not None:
+        return "the batch has several rows, and the target's rotary frequencies depend on the longest"
+    if model_kwargs["past_key_values"].get_seq_length() > 0:
+        return "the batch has several rows and continues from a cache"
+    mask = model_kwargs.get("attention_mask")
+    if mask is not None and not bool(mask.any(dim=-1).all()):
+        return "the batch has a row that is all padding"
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and positions.dim() > 2:
+        return "the batch has several rows, and the target has positions of several kinds"
+    if model_kwargs.get("inputs_embeds") is not None:
+        return "the batch has several rows and is given as `inputs_embeds`"
+    outputs = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
+    wanted = [name for name in outputs if getattr(generation_config, name)]
+    if generation_config.return_dict_in_generate and wanted:
+        return f"the batch has several rows, and `{wanted[0]}` was asked for, which covers rows that have ended"
+    return None

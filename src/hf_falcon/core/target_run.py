@@ -14,7 +14,6 @@ from transformers import Cache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import StaticLayer
 from transformers.utils import ModelOutput
 
-from .acceleration import target_acceleration
 from .caches import (
     STATIC_SLOTS,
     RaggedLayer,
@@ -29,9 +28,9 @@ from .caches import (
     unfold_static,
 )
 from .hook import leave_past_recording, prefill
+from .interfaces import target_acceleration
 from .modeling_falcon_draft import additive_mask, hide_end
-from .target_parts import FeatureTap
-from .target_support import SLIDING, layer_kinds, rope_boundary
+from .target_parts import SLIDING, FeatureTap, layer_kinds, rope_boundary
 from .tree import DraftTree, star, to_device
 
 # Slots for the tree of a round, if it is no larger than most.

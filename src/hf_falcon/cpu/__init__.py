@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
 Faster execution on CPUs. Nothing here changes the algorithm, and nothing here travels with a drafter to the Hub: the
-core runs without it, and `backend.py` plugs it into `core/acceleration.py`.
+core runs without it, and `backend.py` plugs it into `core/interfaces.py`.
 
 On request: `packing.py` and `packed_layouts.py` (`pack_weights`: weights in an order for products of a few rows);
 `compiling.py`, `compiled_rounds.py`, `compiled_passes.py` and `compiled_code.py` (`compile_rounds`: the target's

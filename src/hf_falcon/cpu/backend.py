@@ -10,9 +10,7 @@ from functools import cached_property, partial
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from ..core.acceleration import DrafterAcceleration, TargetAcceleration, register
-from ..core.modeling_falcon_draft import FalconDraftNetwork
-from ..core.target_parts import TargetHead
+from ..core.interfaces import Drafter, DrafterAcceleration, DraftHead, TargetAcceleration, register
 from .compiled_code import captures_graphs
 from .compiled_rounds import CompiledRounds, compiled_passes_of, compiled_rounds_of
 from .grouped_attention import grouped_attention
@@ -75,11 +73,11 @@ class CpuDrafter(DrafterAcceleration):
     The drafter's passes on a CPU; see [`DrafterAcceleration`].
 
     Args:
-        drafter ([`FalconDraftNetwork`]): the drafter.
+        drafter (`torch.nn.Module`): the drafter.
         target ([`PreTrainedModel`]): the target that it drafts for.
     """
 
-    def __init__(self, drafter: FalconDraftNetwork, target: PreTrainedModel):
+    def __init__(self, drafter: nn.Module, target: PreTrainedModel):
         super().__init__(drafter)
         self._passes = compiled_passes_of(drafter, target)
         self.head = None if self._passes is None else self._passes.head
@@ -87,12 +85,16 @@ class CpuDrafter(DrafterAcceleration):
         self._head_linears: tuple[nn.Linear, list[nn.Linear]] | None = None
 
     @contextmanager
-    def drafting(self, head: TargetHead) -> Iterator[None]:
+    def drafting(self, head: DraftHead) -> Iterator[None]:
         linear = head.linear
-        if self._head_linears is None or self._head_linears[0] is not linear:
-            self._head_linears = linear, linears_of(linear)
-        with skinny_gemm(self.drafter, self._linears), skinny_gemm(linear, self._head_linears[1]):
-            yield
+        with skinny_gemm(self.drafter, self._linears):
+            if linear is None:
+                yield
+                return
+            if self._head_linears is None or self._head_linears[0] is not linear:
+                self._head_linears = linear, linears_of(linear)
+            with skinny_gemm(linear, self._head_linears[1]):
+                yield
 
     @property
     def wants_static_shapes(self) -> bool:  # type: ignore[override]
@@ -110,8 +112,9 @@ class CpuBackend:
         # A compiled decoder does not give the outputs of single layers.
         return CpuTarget(target, None if is_batch or reads_layers else compiled_rounds_of(target))
 
-    def for_drafter(self, drafter: FalconDraftNetwork, target: PreTrainedModel) -> CpuDrafter:
-        return CpuDrafter(drafter, target)
+    def for_drafter(self, drafter: Drafter, target: PreTrainedModel) -> DrafterAcceleration:
+        # A drafter needs no network.
+        return CpuDrafter(drafter, target) if isinstance(drafter, nn.Module) else DrafterAcceleration(drafter)
 
 
 def _shares_keys(target: PreTrainedModel) -> bool:

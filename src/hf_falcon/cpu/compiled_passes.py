@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers import CompileConfig, PreTrainedModel
 
 from ..core.caches import DraftCache
+from ..core.draft_session import TargetHead
 from ..core.modeling_falcon_draft import FalconDraftNetwork, hide_end
-from ..core.target_parts import TargetHead
 from .compact_linears import CompactLinears
 from .compact_weights import WeightMark
 from .compiled_code import CompiledCode, captures_graphs, mark_rows, write_rows

@@ -20,7 +20,6 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils import output_capturing
 
 from ..core.caches import StackedLayer
-from ..core.modeling_falcon_draft import FalconDraftNetwork
 from .compact_linears import CompactLinears
 from .compiled_code import CompiledCode, captures_graphs, mark_rows, write_rows
 from .compiled_passes import CompiledPasses
@@ -87,8 +86,8 @@ class CompiledRounds:
         self._compiled_heads: dict[int, CompiledCode] = {}
         self._weights = CompactLinears()
         # The compiled passes of drafters for this target: the passes in use, and all compiled passes by their key.
-        self.passes: weakref.WeakKeyDictionary[FalconDraftNetwork, CompiledPasses] = weakref.WeakKeyDictionary()
-        self.made: weakref.WeakKeyDictionary[FalconDraftNetwork, dict[tuple[object, ...], CompiledPasses]]
+        self.passes: weakref.WeakKeyDictionary[nn.Module, CompiledPasses] = weakref.WeakKeyDictionary()
+        self.made: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], CompiledPasses]]
         self.made = weakref.WeakKeyDictionary()
         config = decoder.config.get_text_config(decoder=True)
         heads = config.num_attention_heads
@@ -241,7 +240,7 @@ def compiled_rounds_of(model: PreTrainedModel) -> CompiledRounds | None:
     return rounds if rounds is not None and rounds.are_exact else None
 
 
-def compiled_passes_of(drafter: FalconDraftNetwork, target: PreTrainedModel) -> CompiledPasses | None:
+def compiled_passes_of(drafter: Any, target: PreTrainedModel) -> CompiledPasses | None:
     """The compiled passes of a drafter for a target, or `None` if there are none or a weight has changed."""
     rounds = compiled.get(target)
     passes = None if rounds is None else rounds.passes.get(drafter)

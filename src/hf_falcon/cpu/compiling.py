@@ -16,11 +16,11 @@ from transformers.utils import logging
 
 from ..core.caches import STATIC_SLOTS, DraftCache
 from ..core.draft_options import DraftOptions
+from ..core.draft_session import TargetHead, check_target
 from ..core.drafter import FalconDraftModel
 from ..core.modeling_falcon_draft import hide_end
-from ..core.target_parts import TargetHead, check_target, decoder_of
+from ..core.target_parts import decoder_of, unsupported_reason
 from ..core.target_run import TargetRun
-from ..core.target_support import unsupported_reason
 from .backend import CpuTarget
 from .compiled_code import captures_graphs
 from .compiled_passes import CompiledHead, CompiledPasses

@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..core.draft_session import TargetHead
 from ..core.drafter import FalconDraftModel
 from ..core.modeling_falcon_draft import additive_mask, block_ends
-from ..core.target_parts import TargetHead
 from .distillation import distillation_loss
 from .estimated_tau import TOP
 from .training_cache import TrainingCache

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..core.target_parts import TargetHead
+from ..core.draft_session import TargetHead
 
 # Elements of one chunk of logits: few enough for the caches of a processor, and for a vocabulary of 262k.
 _CHUNK_ELEMENTS = 1 << 21

@@ -33,8 +33,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from ..core.draft_options import DraftOptions
+from ..core.draft_session import TargetHead
 from ..core.drafter import FalconDraftModel
-from ..core.target_parts import TargetHead
 from .checkpoints import empty, prune, publish, publish_files, scratch_folder
 from .csgd import DistillationWeights, DraftBatch, DraftLoss, check_unrolling, draft_loss, judged_positions
 from .estimated_tau import TOP, estimated_tau_chain, estimated_tau_tree

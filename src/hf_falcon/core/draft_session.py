@@ -1,0 +1,357 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+A drafter at work for a target: the head that it borrows from the target, and its session over one sequence, with its
+cache and the state of each branch.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from .caches import STATIC_SLOTS, DraftCache
+from .checkpoint_files import weights_fingerprint
+from .interfaces import DraftedBlocks, DrafterAcceleration
+from .modeling_falcon_draft import FalconDraftNetwork, LSTMState, additive_mask, hide_end
+from .tree import to_device
+
+# Rows of one drafter forward. Masks are rows * context, so a long pause of drafting costs no quadratic memory.
+_PREFILL_ROWS = 512
+# Rows of a commit after a round, at most, or few more: their tables are kept.
+_ROWS_OF_A_ROUND = 16
+
+
+class TargetHead:
+    """
+    Embedding and LM head of a target, for the drafter's vocabulary, with the target's own post-processing.
+
+    One object serves one `generate` call or one training run. The drafter itself stores no part of a target.
+
+    Args:
+        drafter ([`FalconDraftModel`]): the drafter.
+        target ([`PreTrainedModel`]): the target, a causal language model.
+        dtype (`torch.dtype`, *optional*, defaults to the drafter's): dtype of the head.
+
+    Raises:
+        `ValueError`: if the drafter was made for a target of another kind or shape.
+    """
+
+    def __init__(self, drafter: FalconDraftNetwork, target: PreTrainedModel, dtype: torch.dtype | None = None):
+        check_target(drafter, target)
+        check_embedding(drafter, target)
+        config = drafter.config
+        self._output: Any = target.get_output_embeddings()
+        self._embedding = target.get_input_embeddings()
+        # The drafter may still move: its device is read when it is needed.
+        self._example = drafter.norm.weight
+        self._dtype = dtype or self._example.dtype
+        self._known_ids = None if config.draft_vocab_size is None else drafter.draft_vocab_ids
+        self.draft_vocab_size: int = config.draft_vocab_size or self._output.weight.shape[0]
+        self._scale = config.logit_scale
+        self._softcap = config.logit_softcapping
+
+    @cached_property
+    def linear(self) -> nn.Linear:
+        """The LM head as a linear layer. It is made at its first use, because not all calls draft."""
+        weight, bias = _parameters_of(self._output)
+        if self._known_ids is not None:
+            rows = self._known_ids.to(weight.device)
+            weight, bias = weight[rows], None if bias is None else bias[rows]
+        size, hidden_size = weight.shape
+        linear = nn.Linear(hidden_size, size, bias=bias is not None, device="meta")
+        linear.weight = nn.Parameter(weight.detach().to(self._example.device, self._dtype), requires_grad=False)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias.detach().to(self._example.device, self._dtype), requires_grad=False)
+        return linear
+
+    @cached_property
+    def vocab_ids(self) -> Tensor | None:
+        """Target ids of the draft vocabulary, of shape `(draft_vocab_size,)`; `None` for the whole vocabulary."""
+        return None if self._known_ids is None else self._known_ids.to(self.linear.weight.device)
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """
+        The target's embeddings of `token_ids` of shape `(...)`, of shape `(..., hidden_size)` and on the drafter's
+        device.
+        """
+        return embed(self._embedding, token_ids, self._example.device)
+
+    def logits(self, features: Tensor) -> Tensor:
+        """
+        The logits that the target's own forward computes from `features`, for the draft vocabulary.
+
+        Args:
+            features (`torch.Tensor` of shape `(..., hidden_size)`): true or predicted features.
+
+        Returns:
+            `torch.Tensor` of shape `(..., draft_vocab_size or vocab_size)`.
+        """
+        # One matrix: for a batch of strided rows the product would copy the weight.
+        rows = features.reshape(-1, features.shape[-1]).to(self.linear.weight.dtype)
+        logits = self.linear(rows).view(*features.shape[:-1], -1)
+        if self._scale != 1.0:
+            logits = logits * self._scale
+        if self._softcap is not None:
+            logits = torch.tanh(logits / self._softcap) * self._softcap
+        return logits
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Converts ids of the draft vocabulary to ids of the target's vocabulary."""
+        return draft_ids if self.vocab_ids is None else self.vocab_ids[draft_ids]
+
+
+def embed(embedding: Any, token_ids: Tensor, device: torch.device) -> Tensor:
+    """Embeddings of `token_ids` on `device`, without a gradient; the embedding layer may be on another device."""
+    weight = embedding.weight
+    with torch.no_grad():
+        # The weight of an offloaded embedding has no device, and accelerate moves the tokens.
+        embeds = embedding(token_ids if weight.is_meta else token_ids.to(weight.device))
+    return embeds.to(device)
+
+
+def _parameters_of(output: Any) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of an LM head as ordinary tensors, also if it is packed, or offloaded by accelerate."""
+    weight, bias = output.weight, getattr(output, "bias", None)
+    hook = getattr(output, "_hf_hook", None)
+    if weight.is_meta and hook is not None:
+        hook.pre_forward(output)
+        weight, bias = output.weight.detach(), getattr(output, "bias", None)
+        hook.post_forward(output, None)
+    return weight.to_dense(), bias
+
+
+def check_target(drafter: Any, target: PreTrainedModel) -> None:
+    """
+    Checks that a drafter can draft for a target.
+
+    Args:
+        drafter ([`Drafter`]): the drafter.
+        target ([`PreTrainedModel`]): the target.
+
+    Raises:
+        `ValueError`: if it cannot; it names the field that differs, both values, and the remedy.
+    """
+    config = drafter.config
+    text_config = target.config.get_text_config(decoder=True)
+    output = target.get_output_embeddings()
+    if output is None or not hasattr(output, "weight"):
+        raise ValueError(
+            f"{type(target).__name__} has no LM head for a drafter to use (`get_output_embeddings()` is "
+            f"{type(output).__name__}): use a causal language model whose head is a linear layer."
+        )
+    # The width of the features, where the drafter itself may be of another width.
+    width = "target_hidden_size" if hasattr(config, "target_hidden_size") else "hidden_size"
+    found = {
+        "target_model_type": text_config.model_type,
+        "vocab_size": text_config.vocab_size,
+        width: output.weight.shape[-1],
+    }
+    for field, value in found.items():
+        expected = getattr(config, field, None)
+        if expected is not None and value != expected:
+            raise ValueError(
+                f"The drafter's `{field}` is {expected!r}, but the target has {value!r}: this drafter was made for "
+                f"{config.target_name_or_path or 'another target'}. Use that target, or train a drafter for this one."
+            )
+
+
+def check_embedding(drafter: Any, target: PreTrainedModel) -> None:
+    """
+    Checks that a drafter can read the target's embedding.
+
+    Raises:
+        `ValueError`: if the embedding has another width than the drafter.
+    """
+    width, expected = target.get_input_embeddings().weight.shape[-1], drafter.config.hidden_size
+    if width != expected:
+        raise ValueError(
+            f"The target's embedding is {width} wide and its last hidden state {expected}: a drafter needs both to be "
+            "equal."
+        )
+
+
+def was_trained_for(drafter: Any, target: PreTrainedModel) -> bool:
+    """Whether the drafter was trained for the target's weights; `True` if their fingerprints are not known."""
+    expected = drafter.config.target_fingerprint
+    actual = weights_fingerprint(target) if expected is not None else None
+    return expected is None or actual is None or actual == expected
+
+
+class RowTable(NamedTuple):
+    """
+    Indices and mask of the rows of a drafter forward, which depend on their number alone.
+
+    Args:
+        ends (`torch.LongTensor` of shape `(1, rows)`): the last row of each row's block.
+        positions (`torch.LongTensor` of shape `(1, rows)`): positions, from 0.
+        mask (`torch.Tensor`): additive mask of the rows among themselves.
+    """
+
+    ends: Tensor
+    positions: Tensor
+    mask: Tensor
+
+
+class BlockSession:
+    """
+    The [`DraftSession`] of a network that reads one row for each position: [`FalconDraftNetwork`], or another with its
+    methods `fuse`, `run_layers` and `condition`.
+
+    Args:
+        drafter: the network.
+        head: its head, which has an `embed` as [`TargetHead`].
+        acceleration ([`DrafterAcceleration`]): how its layers run.
+        prompt_rows (`int`, *optional*): newest positions of a prompt that the network reads; all by default.
+    """
+
+    def __init__(self, drafter: Any, head: Any, acceleration: DrafterAcceleration, prompt_rows: int | None = None):
+        self._drafter, self._head, self._acceleration = drafter, head, acceleration
+        self._prompt_rows = prompt_rows
+        self._block_size: int = drafter.config.block_size
+        self._window: int | None = drafter.window
+        self._device: torch.device = drafter.device
+        slots = STATIC_SLOTS if acceleration.wants_static_shapes else None
+        self._cache = DraftCache(drafter.config.num_hidden_layers, slots)
+        self._first_position = 0
+        self._committed = 0
+        # The LSTM state after the committed positions, and of the blocks of the last pass.
+        self._lstm_state: LSTMState | None = None
+        self._block_lstm_state: LSTMState | None = None
+        # Fused inputs of the last committed positions: a new cut into blocks runs up to k - 1 of them again.
+        self._tail: Tensor | None = None
+        # Additive mask of the drafted rows that each block of the last pass sees: its ancestors' and its own.
+        self._lineage: Tensor | None = None
+        # Positions behind the committed ones that the last pass drafted from.
+        self._depth = 0
+        # Indices and masks on the drafter's device, by the rows of a commit, and by the blocks of a pass.
+        self._commit_tables: dict[int, RowTable] = {}
+        self._pass_tables: dict[int, RowTable] = {}
+
+    @property
+    def is_conditional(self) -> bool:
+        """See [`DraftSession`]."""
+        return self._drafter.conditioning is not None
+
+    def condition(self, states: Tensor, previous_token_ids: Tensor) -> Tensor:
+        """See [`DraftSession.condition`]."""
+        return self._drafter.condition(states, self._head.embed(previous_token_ids))
+
+    def commit(
+        self, features: Tensor, next_token_ids: Tensor, first_position: int = 0, prompt_embeds: Tensor | None = None
+    ) -> Tensor | None:
+        """See [`DraftSession.commit`]. Of a prompt only the newest `prompt_rows` positions are read."""
+        if self._committed == 0:
+            unread = 0 if self._prompt_rows is None else max(0, features.shape[1] - self._prompt_rows)
+            features, next_token_ids = features[:, unread:], next_token_ids[:, -(features.shape[1] - unread) :]
+            self._first_position = first_position + unread
+        features, next_token_ids = features.to(self._device), to_device(next_token_ids, self._device)
+        next_embeds = self._head.embed(next_token_ids)
+        new, size = features.shape[1], self._block_size
+        if prompt_embeds is not None and (missing := new - next_embeds.shape[1]) > 0:
+            next_embeds = torch.cat((prompt_embeds[:, -missing:].to(next_embeds), next_embeds), dim=1)
+        fused, self._lstm_state = self._drafter.fuse(features, next_embeds, self._lstm_state)
+        rows = fused if self._tail is None else torch.cat((self._tail, fused), dim=1)
+        # The last known position must end a block. Whole blocks are cut from the right; the first may be short only
+        # where the context begins.
+        needed = min(math.ceil(new / size) * size, rows.shape[1])
+        if needed < rows.shape[1]:
+            rows = rows[:, -needed:]
+        self._committed += new
+        self._cache.length = self._committed - needed
+        # Chunks of whole blocks, cut from the right like the blocks.
+        chunk = max(1, _PREFILL_ROWS // size) * size
+        edges = [0, *range(needed % chunk or min(chunk, needed), needed + 1, chunk)]
+        for start, end in itertools.pairwise(edges):
+            predicted = self._run_committed(rows[:, start:end])
+        self._tail = rows[:, -(size - 1) :] if size > 1 else rows[:, :0]
+        return predicted[:, -size:] if self._committed >= size else None
+
+    def rewind(self) -> None:
+        """See [`DraftSession.rewind`]."""
+        self._cache.length = self._committed
+        self._block_lstm_state, self._lineage, self._depth = self._lstm_state, None, 0
+
+    def extend(self, drafted: DraftedBlocks) -> Tensor:
+        """See [`DraftSession.extend`]. The states may also be features of the target, if they are as wide as these."""
+        size, width, state = self._block_size, drafted.blocks.shape[0], self._block_lstm_state
+        if state is not None:
+            state = (state[0][:, drafted.blocks], state[1][:, drafted.blocks])
+        embeds = self._head.embed(drafted.token_ids)
+        fused, self._block_lstm_state = self._drafter.fuse(drafted.states, embeds, state)
+        table = self._pass_table(width, fused.dtype)
+        lineage = table.mask
+        if self._lineage is not None:
+            lineage = torch.cat((self._lineage[drafted.blocks], lineage), dim=1)
+        self._lineage = lineage
+        mask = lineage if size == 1 else lineage.repeat_interleave(size, dim=0, output_size=width * size)
+        predicted = self._run_layers(fused.reshape(1, width * size, -1), table, mask, self._committed + self._depth)
+        self._cache.advance(width * size)
+        self._depth += size
+        return predicted.view(width, size, -1)
+
+    def _pass_table(self, width: int, dtype: torch.dtype) -> RowTable:
+        """The table of a pass over `width` blocks. Its mask has one row for each block."""
+        if width not in self._pass_tables:
+            size = self._block_size
+            rows, itself = torch.arange(width * size), torch.eye(width, dtype=torch.bool)
+            self._pass_tables[width] = RowTable(
+                to_device((rows // size * size + size - 1)[None], self._device),
+                to_device(torch.arange(size).repeat(width)[None], self._device),
+                to_device(additive_mask(itself.repeat_interleave(size, dim=1), dtype), self._device),
+            )
+        return self._pass_tables[width]
+
+    def _commit_table(self, count: int, dtype: torch.dtype) -> RowTable:
+        """The table of a commit of `count` rows, in blocks cut from the right."""
+        known = self._commit_tables.get(count)
+        if known is not None:
+            return known
+        places = torch.arange(count)
+        blocks = (places - count) // self._block_size
+        table = RowTable(
+            to_device((count - 1 + (blocks + 1) * self._block_size)[None], self._device),
+            to_device(places[None], self._device),
+            to_device(additive_mask(blocks[:, None] >= blocks[None], dtype), self._device),
+        )
+        # A prompt is committed once.
+        if count <= _ROWS_OF_A_ROUND:
+            self._commit_tables[count] = table
+        return table
+
+    def _run_committed(self, rows: Tensor) -> Tensor:
+        """Runs committed positions through the decoder layers, in blocks cut from the right, and keeps their rows."""
+        count = rows.shape[1]
+        table = self._commit_table(count, rows.dtype)
+        predicted = self._run_layers(rows, table, table.mask, self._cache.length)
+        self._cache.advance(count)
+        return predicted
+
+    def _run_layers(self, fused: Tensor, table: RowTable, mask: Tensor, first_place: int) -> Tensor:
+        """
+        See [`FalconDraftNetwork.run_layers`]; of this sequence.
+
+        Args:
+            table ([`RowTable`]): the table of the rows.
+            mask (`torch.Tensor` of shape `(rows, seen)`):
+                Additive mask of the last `seen` rows of the cache; all rows before them are visible.
+            first_place (`int`): place in the sequence of the rows with position 0 in the table.
+        """
+        end = self._cache.length + table.ends.shape[1]
+        mask = F.pad(mask, (end - mask.shape[1], 0))
+        mask = hide_end(mask, self._cache.seen_slots(end) - end).unflatten(0, (1, 1, -1))
+        if self._window is not None:
+            # Of committed rows, up to the newest that the row sees. Drafted rows are always near.
+            newest = (table.positions[0] + first_place).clamp(max=self._committed - 1)
+            slots = torch.arange(mask.shape[-1], device=mask.device)
+            distant = slots <= newest[:, None] - self._window
+            mask = torch.cat((mask, mask.masked_fill(distant, torch.finfo(mask.dtype).min)), dim=1)
+        positions = table.positions + (self._first_position + first_place)
+        with self._acceleration.drafting(self._head):
+            return self._acceleration.run_layers(fused, table.ends, positions, mask, self._cache)

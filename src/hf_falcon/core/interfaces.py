@@ -1,0 +1,245 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+The interfaces of the core: what the candidate generator asks of a drafter, and where faster ways to run the target and
+the drafter plug in.
+
+A drafter has three parts. The [`Drafter`] is the model itself. Its [`DraftHead`] turns states into logits over the
+draft vocabulary; all sequences of a call share it. A [`DraftSession`] drafts for one sequence: it commits accepted
+positions, and runs draft passes. A state is the vector of a drafted position that the head reads and the next pass
+continues from; what is in it is the drafter's own affair.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from transformers import Cache, GenerationConfig, PreTrainedModel
+
+
+class DraftedBlocks(NamedTuple):
+    """
+    The blocks that a draft pass continues: the paths that the tree keeps of the pass before.
+
+    Args:
+        blocks (`torch.LongTensor` of shape `(width,)`): the block of the pass before that each path runs through.
+        token_ids (`torch.LongTensor` of shape `(width, block_size)`): its tokens there, in the target's vocabulary.
+        states (`torch.Tensor` of shape `(width, block_size, state_size)`): the states that led to these tokens.
+    """
+
+    blocks: Tensor
+    token_ids: Tensor
+    states: Tensor
+
+
+class DraftHead(Protocol):
+    """
+    The head of a drafter, its own or the target's.
+
+    Attributes:
+        draft_vocab_size (`int`): tokens that it scores.
+        vocab_ids (`torch.LongTensor` of shape `(draft_vocab_size,)`, *optional*):
+            Their ids in the target's vocabulary; `None` if they are the target's vocabulary.
+        linear (`torch.nn.Linear`, *optional*): the layer that computes the logits, which a backend may run faster.
+    """
+
+    @property
+    def draft_vocab_size(self) -> int: ...
+
+    @property
+    def vocab_ids(self) -> Tensor | None: ...
+
+    @property
+    def linear(self) -> nn.Linear | None: ...
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits of shape `(..., draft_vocab_size)` for states of shape `(..., state_size)`."""
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """Converts ids of the draft vocabulary to ids of the target's vocabulary."""
+
+
+class DraftSession(Protocol):
+    """
+    A drafter while it drafts for one sequence of a `generate` call.
+
+    Attributes:
+        is_conditional (`bool`): whether `condition` changes states.
+    """
+
+    @property
+    def is_conditional(self) -> bool: ...
+
+    def commit(
+        self, features: Tensor, next_token_ids: Tensor, first_position: int = 0, prompt_embeds: Tensor | None = None
+    ) -> Tensor | None:
+        """
+        Takes positions that are certain, and drafts the block behind them: the first draft pass of a round.
+
+        Args:
+            features (`torch.Tensor` of shape `(1, new, (1 + feature_layers) * target_hidden_size)`):
+                The target's features of the new positions: its last hidden state, after the final norm, followed by
+                the outputs of the layers `drafter.config.feature_layers`.
+            next_token_ids (`torch.LongTensor` of shape `(1, new)`): the token after each of these positions.
+            first_position (`int`, *optional*, defaults to 0):
+                Position of the first feature of all; counts in the first call only.
+            prompt_embeds (`torch.Tensor` of shape `(1, length, hidden_size)`, *optional*):
+                The prompt's embeddings, where it has no tokens: `next_token_ids` then are fewer, those at the end.
+
+        Returns:
+            `torch.Tensor` of shape `(1, block_size, state_size)`: states of the next tokens, or `None` where too few
+            positions are known.
+        """
+
+    def rewind(self) -> None:
+        """Drops all that was drafted after the last `commit`. Each round of drafting starts with it."""
+
+    def extend(self, drafted: DraftedBlocks) -> Tensor:
+        """
+        Runs one more draft pass, over paths of the pass before.
+
+        Returns:
+            `torch.Tensor` of shape `(width, block_size, state_size)`: states of the tokens behind each path.
+        """
+
+    def condition(self, states: Tensor, previous_token_ids: Tensor) -> Tensor:
+        """
+        Makes states depend on the token before the token that they lead to.
+
+        Args:
+            states (`torch.Tensor` of shape `(rows, state_size)`): states of one place in a block.
+            previous_token_ids (`torch.LongTensor` of shape `(rows,)`): the token before.
+
+        Returns:
+            `torch.Tensor` of the shape of `states`; `states` itself unless `is_conditional`.
+        """
+
+
+class Drafter(Protocol):
+    """
+    A drafter, as the decoding loop uses it. [`DraftModel`] is one that transformers takes as an assistant.
+
+    Attributes:
+        config: has `block_size` (tokens that a pass proposes), `feature_layers` (layers of the target whose outputs
+            it reads, counted from 0; -1 is the input of the first), `target_name_or_path` and `target_fingerprint`.
+        generation_config ([`~transformers.GenerationConfig`]): the drafting options.
+        device (`torch.device`): where it runs.
+    """
+
+    config: Any
+    generation_config: GenerationConfig
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Raises a `ValueError` that names the field, if it cannot draft for `target`."""
+
+    def make_head(self, target: PreTrainedModel) -> Any:
+        """A [`DraftHead`] for one call of `target.generate`."""
+
+    def start_session(self, head: Any, acceleration: DrafterAcceleration) -> DraftSession:
+        """
+        Starts to draft for one sequence.
+
+        Args:
+            head ([`DraftHead`]): what `make_head` returned.
+            acceleration ([`DrafterAcceleration`]): how its layers run.
+        """
+
+
+class TargetAcceleration:
+    """
+    How the target's forwards of one `generate` call run: as they are.
+
+    Attributes:
+        sizes (`tuple[int, ...]`): numbers of nodes that forwards are compiled for, in ascending order.
+        is_packed (`bool`): whether the target's weights are packed.
+        wants_static_shapes (`bool`): whether the cache has the same shapes and addresses in every round.
+        wants_layers_apart (`bool`): whether each layer of the cache has buffers of its own.
+    """
+
+    sizes: tuple[int, ...] = ()
+    is_packed: bool = False
+    wants_static_shapes: bool = False
+    wants_layers_apart: bool = False
+
+    def padded_size(self, nodes: int) -> int:
+        """Nodes that a tree of `nodes` nodes is padded to before it is scored."""
+        return nodes
+
+    def scoring(self, cache: Cache, masks: Iterable[Tensor]) -> AbstractContextManager[object]:
+        """
+        Inside, the target scores a tree.
+
+        Args:
+            cache ([`Cache`]): the target's cache.
+            masks (iterable of `torch.Tensor` of shape `(batch, 1, nodes, slots)`): the masks that the forward gets.
+        """
+        return nullcontext()
+
+
+class DrafterAcceleration:
+    """
+    How the drafter's passes of one `generate` call run: as they are.
+
+    Args:
+        drafter ([`Drafter`]): the drafter.
+
+    Attributes:
+        head ([`DraftHead`], *optional*): a faster head than the one that the call would make.
+        wants_static_shapes (`bool`): see [`TargetAcceleration`]; of the drafter's cache.
+    """
+
+    head: Any = None
+    wants_static_shapes: bool = False
+
+    def __init__(self, drafter: Any):
+        self.drafter = drafter
+
+    def drafting(self, head: DraftHead) -> AbstractContextManager[object]:
+        """Inside, the drafter runs passes whose logits come from `head`."""
+        return nullcontext()
+
+    @property
+    def run_layers(self) -> Callable[..., Tensor]:
+        """The drafter's layers; see [`FalconDraftNetwork.run_layers`]."""
+        return self.drafter.run_layers
+
+
+class Backend(Protocol):
+    """Makes the accelerations of a call."""
+
+    def for_target(self, target: PreTrainedModel, is_batch: bool, reads_layers: bool) -> TargetAcceleration:
+        """
+        Args:
+            target ([`PreTrainedModel`]): the target.
+            is_batch (`bool`): whether the call has several rows.
+            reads_layers (`bool`): whether the call reads the outputs of single layers.
+        """
+
+    def for_drafter(self, drafter: Drafter, target: PreTrainedModel) -> DrafterAcceleration: ...
+
+
+_backend: Backend | None = None
+
+
+def register(backend: Backend) -> None:
+    """Takes the backend that every later call of this process uses."""
+    global _backend
+    _backend = backend
+
+
+def target_acceleration(
+    target: PreTrainedModel, is_batch: bool = False, reads_layers: bool = False
+) -> TargetAcceleration:
+    """See [`Backend.for_target`]. The core runs without any: a drafter loaded as custom code from the Hub has none."""
+    return TargetAcceleration() if _backend is None else _backend.for_target(target, is_batch, reads_layers)
+
+
+def drafter_acceleration(drafter: Drafter, target: PreTrainedModel) -> DrafterAcceleration:
+    """See [`Backend.for_drafter`]."""
+    return DrafterAcceleration(drafter) if _backend is None else _backend.for_drafter(drafter, target)

@@ -1,0 +1,107 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Loads a drafter of any method, from a folder or a repository of the Hub."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..core.configuration_falcon_draft import FalconDraftConfig
+from ..core.drafter import DraftModel
+from .checkpoints import read_fields
+
+Fields = dict[str, Any]
+
+
+def _is_falcon(fields: Fields) -> bool:
+    return fields.get("model_type") == FalconDraftConfig.model_type
+
+
+def _is_eagle3(fields: Fields) -> bool:
+    if "speculators_model_type" in fields:
+        return fields["speculators_model_type"] == "eagle3"
+    # The first ones published name the class of their layers only.
+    return any("eagle3" in name.lower() for name in _architectures(fields)) or (
+        "draft_vocab_size" in fields and fields.get("model_type") == "llama"
+    )
+
+
+def _architectures(fields: Fields) -> list[str]:
+    names = fields.get("architectures")
+    return [str(name) for name in names] if isinstance(names, list) else []
+
+
+# Of each method: its name, whether the fields of a `config.json` are of this method, and the module and name of its
+# class. `import hf_falcon` does not wait for the modules: they import models of transformers.
+_METHODS: list[tuple[str, Callable[[Fields], bool], str, str]] = [
+    ("Falcon", _is_falcon, "hf_falcon.core.drafter", "FalconDraftModel"),
+    ("EAGLE-3", _is_eagle3, "hf_falcon.drafters.eagle3", "Eagle3DraftModel"),
+]
+
+
+class AutoDrafter:
+    """
+    Loads a drafter of any method that hf_falcon reads: Falcon's own, and EAGLE-3 in its original layout and in the
+    layout of the package `speculators`.
+    """
+
+    def __init__(self) -> None:
+        raise TypeError("`AutoDrafter` is not constructed: call `AutoDrafter.from_pretrained(name)`.")
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: str | os.PathLike[str],
+        dtype: str | torch.dtype | None = None,
+        **kwargs: Any,
+    ) -> DraftModel:
+        """
+        Loads a drafter, in evaluation mode.
+
+        Args:
+            pretrained_model_name_or_path (`str` or `os.PathLike`): a folder, or a repository of the Hub.
+            dtype (`str` or `torch.dtype`, *optional*):
+                Dtype of the weights; give the target's. By default the dtype that they are stored in.
+            kwargs: `cache_dir`, `force_download`, `local_files_only`, `proxies`, `revision`, `subfolder` and `token`,
+                as in [`~transformers.PreTrainedModel.from_pretrained`], and arguments of the method's class.
+
+        Returns:
+            [`DraftModel`]: for `target.generate(assistant_model=drafter)`.
+
+        Raises:
+            `ValueError`: if the configuration is not of a method that is known, or if weights are missing, unexpected
+                or of another shape; the message names them.
+            `OSError`: if files are missing or damaged.
+        """
+        name = os.fspath(pretrained_model_name_or_path)
+        kind = drafter_class(name, **{key: value for key, value in kwargs.items() if key != "layer_ids"})
+        return kind.from_pretrained(name, dtype=dtype, **kwargs).eval()
+
+
+def is_drafter(fields: Fields) -> bool:
+    """Whether the fields of a `config.json` are of a drafter that [`AutoDrafter`] loads."""
+    return any(is_of(fields) for _, is_of, *_ in _METHODS)
+
+
+def drafter_class(name: str, **loading: Any) -> type[DraftModel]:
+    """
+    The class of the drafter in a folder or a repository.
+
+    Args:
+        name (`str`): a folder, or a repository of the Hub.
+        loading: see [`AutoDrafter.from_pretrained`].
+
+    Raises:
+        `ValueError`: if its `config.json` is not of a known method.
+    """
+    fields = read_fields(name, **loading)
+    for _, is_of, module, kind in _METHODS:
+        if is_of(fields):
+            return getattr(importlib.import_module(module), kind)
+    methods = ", ".join(method for method, *_ in _METHODS)
+    found = fields.get("speculators_model_type") or fields.get("architectures") or fields.get("model_type")
+    raise ValueError(f"`{name}` is {found!r:.200}, which is no drafter of a known method: {methods}.")

@@ -1,0 +1,190 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+Reads checkpoints of other methods: the fields of `config.json`, weights from safetensors files or from one
+pickled file, and drafting options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import GenerationConfig
+from transformers.utils import WEIGHTS_NAME, cached_file
+
+from ..core.checkpoint_files import check_digests, reading, refuse_adapter, weight_files
+from ..core.configuration_falcon_draft import FalconDraftConfig
+from ..core.draft_options import DraftOptions
+from ..core.drafter import DraftModel, refuse_problems
+
+_LOADING = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+def read_fields(repository: str, **loading: Any) -> dict[str, Any]:
+    """
+    The fields of a `config.json`.
+
+    Args:
+        repository (`str`): a folder, or a repository of the Hub.
+        loading: `cache_dir`, `force_download`, `local_files_only`, `proxies`, `revision`, `subfolder` and `token`, as
+            in [`~transformers.PreTrainedModel.from_pretrained`].
+
+    Raises:
+        `OSError`: if there is none, or it cannot be downloaded.
+        `TypeError`: for another argument.
+    """
+    unknown = loading.keys() - set(_LOADING)
+    if unknown:
+        raise TypeError(f"`from_pretrained` got {sorted(unknown)}: it takes `dtype`, {', '.join(_LOADING)}.")
+    return FalconDraftConfig.get_config_dict(repository, **loading)[0]
+
+
+def read_weights(repository: str, digests: Mapping[str, str] | None = None, **loading: Any) -> dict[str, Tensor]:
+    """
+    The weights of a checkpoint, on the CPU: from its safetensors files, or, if it has none, from `pytorch_model.bin`,
+    of which only tensors are read.
+
+    Args:
+        repository (`str`): a folder, or a repository of the Hub.
+        digests (mapping of `str` to `str`, *optional*): sha256 of each safetensors file; see [`check_digests`].
+        loading: arguments of [`~transformers.utils.cached_file`], such as `revision` and `token`.
+
+    Raises:
+        `OSError`: if there are no weights, or a file is damaged.
+        `ValueError`: if `pytorch_model.bin` holds more than tensors.
+    """
+    refuse_adapter(repository, **loading)
+    try:
+        files = weight_files(repository, **loading)
+    except OSError as error:
+        pickled = cached_file(repository, WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **loading)
+        if pickled is None:
+            raise error
+        return _read_pickled(Path(pickled))
+    check_digests(files, digests or {})
+    weights: dict[str, Tensor] = {}
+    for file in files:
+        weights |= load_file(file)
+    return weights
+
+
+def _read_pickled(file: Path) -> dict[str, Tensor]:
+    remedy = "Convert it to safetensors where you trust it."
+    try:
+        weights = torch.load(file, map_location="cpu", weights_only=True)
+    except (UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"`{file.name}` in {file.parent} cannot be read with `weights_only=True` ({reason}), and other code in it "
+            f"is not run. {remedy}"
+        ) from error
+    if not isinstance(weights, dict) or not all(isinstance(each, Tensor) for each in weights.values()):
+        raise ValueError(f"`{file.name}` in {file.parent} holds more than tensors: it is no checkpoint. {remedy}")
+    return weights
+
+
+def load_weights(
+    drafter: DraftModel, repository: str, weights: Mapping[str, Tensor], dtype: str | torch.dtype | None = None
+) -> None:
+    """
+    Gives a drafter on the meta device its weights.
+
+    Args:
+        drafter ([`DraftModel`]): the drafter. Its buffers keep their own dtypes.
+        repository (`str`): the checkpoint's name, for errors.
+        weights (mapping of `str` to `torch.Tensor`): the weights.
+        dtype (`str` or `torch.dtype`, *optional*): dtype of the parameters; by default, or for "auto", as stored.
+
+    Raises:
+        `ValueError`: if weights are missing, unexpected, or of another shape; it names them.
+    """
+    wanted = drafter.state_dict()
+    refuse_problems(
+        repository,
+        {
+            "missing_keys": wanted.keys() - weights.keys(),
+            "unexpected_keys": weights.keys() - wanted.keys(),
+            "mismatched_keys": [
+                (name, tuple(weights[name].shape), tuple(wanted[name].shape))
+                for name in wanted.keys() & weights.keys()
+                if weights[name].shape != wanted[name].shape
+            ],
+        },
+    )
+    parameters = dict(drafter.named_parameters())
+    of_parameters = _dtype(dtype) or next(weights[name].dtype for name in parameters)
+    drafter.load_state_dict(
+        {
+            name: weights[name].to(of_parameters if name in parameters else wanted[name].dtype).contiguous()
+            for name in wanted
+        },
+        assign=True,
+    )
+    # Weights on the meta device take the other attributes of the tensors that they get.
+    drafter.requires_grad_()
+    drafter.name_or_path = drafter.config.name_or_path = repository
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None or dtype == "auto":
+        return None
+    found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"`dtype` is {dtype!r}: give a dtype of torch, such as 'bfloat16'.")
+    return found
+
+
+def read_options(drafter: DraftModel, repository: str, **loading: Any) -> None:
+    """
+    Takes the drafting options of the checkpoint's `generation_config.json`, if it has one.
+
+    Args:
+        drafter ([`DraftModel`]): the drafter.
+        repository, loading: see [`read_fields`].
+
+    Raises:
+        `ValueError`: for an option out of range.
+    """
+    with reading("generation_config.json"):
+        try:
+            found = GenerationConfig.from_pretrained(repository, **loading)
+        except OSError:
+            return
+        DraftOptions.from_generation_config(found)
+        drafter.generation_config = found
+
+
+def check_vocabulary(repository: str, weights: dict[str, Tensor], vocab_size: int) -> None:
+    """
+    Checks the tables of a draft vocabulary, and brings them into the dtypes that a drafter has.
+
+    Args:
+        repository (`str`): the checkpoint's name, for errors.
+        weights (`dict`):
+            The checkpoint's tensors. Of these, token i of the draft vocabulary is token `i + d2t[i]` of the target's;
+            `t2d` of shape `(vocab_size,)` marks the target's tokens, and is added where it is missing.
+        vocab_size (`int`): tokens of the target.
+
+    Raises:
+        `ValueError`: if a token is not in the target's vocabulary, or the tables differ.
+    """
+    if "d2t" not in weights:
+        return
+    weights["d2t"] = d2t = weights["d2t"].long()
+    ids = torch.arange(len(d2t)) + d2t
+    if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
+        raise ValueError(
+            f"`d2t` of `{repository}` names tokens twice, or outside the target's vocabulary of {vocab_size}: its "
+            "weights do not belong to its config.json, download it again."
+        )
+    marked = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, ids, True)
+    weights["t2d"] = weights.get("t2d", marked).bool()
+    if not torch.equal(weights["t2d"], marked):
+        raise ValueError(
+            f"`d2t` and `t2d` of `{repository}` name different tokens: its weights are damaged, download it again."
+        )

@@ -1,0 +1,96 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""EAGLE-3 checkpoints, in the original layout (SafeAILab, SpecForge) and in that of the package `speculators`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from .checkpoints import check_vocabulary, read_weights
+from .eagle3_config import Eagle3DraftConfig
+
+# Copies of the target's own weights, and tables that follow from the configuration.
+_IGNORED = ("verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
+# Old names of fields.
+_OLD_NAMES = {"fc_norm": "use_aux_norm"}
+# Fields of an original configuration that are not of its decoder layers.
+_NOT_OF_LAYERS = ("architectures", "auto_map", "draft_vocab_size", "eagle_config", "target_hidden_size", "model_type")
+
+
+def read_eagle3(
+    repository: str, fields: dict[str, Any], layer_ids: list[int] | None = None, **loading: Any
+) -> tuple[Eagle3DraftConfig, dict[str, Tensor]]:
+    """
+    Reads an EAGLE-3 checkpoint.
+
+    Args:
+        repository (`str`): a folder, or a repository of the Hub.
+        fields (`dict`): the fields of its `config.json`.
+        layer_ids (`list[int]`, *optional*):
+            `eagle_aux_hidden_state_layer_ids` of [`Eagle3DraftConfig`], in place of what the file says.
+        loading: see [`read_weights`].
+
+    Returns:
+        The configuration, and the weights under the names of [`Eagle3DraftModel`].
+
+    Raises:
+        `ValueError`, `OSError`: see [`AutoDrafter.from_pretrained`].
+    """
+    weights = read_weights(repository, **loading)
+    if "speculators_model_type" in fields:
+        found = {name: value for name, value in fields.items() if name != "model_type"}
+    else:
+        weights = {_renamed(name): weight for name, weight in weights.items()}
+        found = _of_original(fields, weights)
+    if layer_ids is not None:
+        found["eagle_aux_hidden_state_layer_ids"] = layer_ids
+    config = Eagle3DraftConfig(**found)
+    if config.draft_vocab_size == config.vocab_size:
+        # A whole vocabulary needs no tables.
+        weights = {name: weight for name, weight in weights.items() if name not in ("d2t", "t2d")}
+    else:
+        check_vocabulary(repository, weights, config.vocab_size)
+    return config, {name: weight for name, weight in weights.items() if name not in _IGNORED}
+
+
+def _renamed(name: str) -> str:
+    """The name of an original weight in the layout of `speculators`."""
+    return name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
+
+
+def _of_original(fields: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
+    """The fields of [`Eagle3DraftConfig`] for an original configuration, which is one of a Llama or Qwen3."""
+    layer = {name: value for name, value in fields.items() if name not in _NOT_OF_LAYERS}
+    # Drafters for other targets may call themselves by the target's type; their layers show what they are.
+    has_norms = "layers.0.self_attn.q_norm.weight" in weights
+    layer["model_type"] = "qwen3" if has_norms else "llama"
+    layer["num_hidden_layers"] = 1 + max(
+        (int(name.split(".")[1]) for name in weights if name.startswith("layers.") and name.split(".")[1].isdecimal()),
+        default=0,
+    )
+    if "t2d" in weights:
+        layer["vocab_size"] = weights["t2d"].shape[0]
+    nested = fields.get("eagle_config")
+    nested = nested if isinstance(nested, dict) else {}
+    ids = nested.get("eagle_aux_hidden_state_layer_ids", fields.get("eagle_aux_hidden_state_layer_ids"))
+    if nested.get("use_aux_hidden_state", True) is False:
+        raise ValueError(
+            "`eagle_config.use_aux_hidden_state` is False: the drafter reads the target's last hidden state alone, as "
+            "EAGLE-1 does, and cannot be read."
+        )
+    found: dict[str, Any] = {
+        "transformer_layer_config": layer,
+        "draft_vocab_size": fields.get("draft_vocab_size"),
+        "target_hidden_size": fields.get("target_hidden_size"),
+    }
+    if isinstance(ids, list):
+        # Two conventions are published: numbers of layers whose output is read, which begin with 1, and hidden states,
+        # which begin with 2.
+        shift = 1 if ids[:1] == [1] else 0
+        found["eagle_aux_hidden_state_layer_ids"] = [layer + shift for layer in ids]
+    for name in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"):
+        value = fields.get(name, fields.get(_OLD_NAMES.get(name, "")))
+        if value is not None:
+            found[name] = value
+    return found
