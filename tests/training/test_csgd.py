@@ -8,11 +8,11 @@ from quick import one_in
 from tiny_models import HIDDEN, new_drafter
 from training_runs import WEIGHTS, draft_batch, each_seeded, seeded
 
-from hf_falcon.core.draft_session import TargetHead
 from hf_falcon.training import csgd
 from hf_falcon.training.csgd import (
     DistillationWeights,
     DraftBatch,
+    TrainingHeads,
     _unrolled_mask,
     draft_loss,
     glance,
@@ -160,7 +160,7 @@ def test_draft_loss(target, monkeypatch, shape, glancing, option):
     block_size, lstm_layers, passes = shape
     drafter = new_drafter(target, block_size=block_size, num_lstm_layers=lstm_layers, **option)
     batch = draft_batch(target, layers=drafter.config.feature_layers)
-    head, offsets = TargetHead(drafter, target), [0, 1 % block_size, block_size - 1]
+    heads, offsets = TrainingHeads.of(drafter, target), [0, 1 % block_size, block_size - 1]
     shifted = torch.arange(batch.token_ids.shape[1])[None] + torch.tensor(offsets)[:, None]
     monkeypatch.setattr(csgd, "random_blocks", lambda *_: (shifted // block_size, shifted % block_size))
     glanced, distances = torch.zeros_like(batch.valid), []
@@ -172,10 +172,12 @@ def test_draft_loss(target, monkeypatch, shape, glancing, option):
 
     monkeypatch.setattr(csgd, "glance", some)
     found = draft_loss(
-        drafter, head, batch, seeded(), WEIGHTS, noise=0.0, glancing_ratio=0.4 if glancing else 0.0, passes=passes
+        drafter, heads, batch, seeded(), WEIGHTS, noise=0.0, glancing_ratio=0.4 if glancing else 0.0, passes=passes
     )
     assert bool(glanced.any()) == (glancing and block_size > 1)
-    loss, regression, divergence, hits, counts, wrong = plain_loss(drafter, head, batch, offsets, glanced, passes)
+    loss, regression, divergence, hits, counts, wrong = plain_loss(
+        drafter, heads.target, batch, offsets, glanced, passes
+    )
     values = [found.loss.item(), found.regression.item(), found.distillation.item()]
     assert values == pytest.approx([loss, regression, divergence], rel=1e-4)
     assert torch.equal(found.counts.float(), counts) and torch.equal(found.correct.float(), hits)
@@ -189,15 +191,15 @@ def test_draft_loss(target, monkeypatch, shape, glancing, option):
 def test_only_responses_are_learnt(target, monkeypatch, block_size):
     """The token at which a response begins counts, the last one of the prompt does not."""
     drafter = new_drafter(target, block_size=block_size)
-    head, batch = TargetHead(drafter, target), draft_batch(target, lengths=[16], prompts=[9])
+    heads, batch = TrainingHeads.of(drafter, target), draft_batch(target, lengths=[16], prompts=[9])
     read = []
 
-    def distil(predicted, labels, head, soft):
+    def distil(predicted, labels, *others):
         read.append(labels)
-        return distillation_loss(predicted, labels, head, soft)
+        return distillation_loss(predicted, labels, *others)
 
     monkeypatch.setattr(csgd, "distillation_loss", distil)
-    draft_loss(drafter, head, batch, seeded(), WEIGHTS, noise=0.0)
+    draft_loss(drafter, heads, batch, seeded(), WEIGHTS, noise=0.0)
     # Tokens 9 to 15 are the response; the feature before each of them is its label.
     assert torch.equal(read[0], batch.features[0, 8:15])
 
@@ -205,7 +207,7 @@ def test_only_responses_are_learnt(target, monkeypatch, block_size):
 def test_a_batch_without_anything_to_learn(target):
     drafter = new_drafter(target, block_size=3)
     batch = draft_batch(target, lengths=[4, 3], prompts=[1, 2])
-    found = draft_loss(drafter, TargetHead(drafter, target), batch, seeded(), WEIGHTS, glancing_ratio=0.4)
+    found = draft_loss(drafter, TrainingHeads.of(drafter, target), batch, seeded(), WEIGHTS, glancing_ratio=0.4)
     found.loss.backward()
     assert found.loss.item() == 0 and not found.counts.any()
 
@@ -224,11 +226,11 @@ def test_a_batch_without_anything_to_learn(target):
 )
 def test_a_drafter_can_learn(target, block_size, lstm_layers, passes, option):
     drafter = new_drafter(target, scale=0, block_size=block_size, num_lstm_layers=lstm_layers, **option).train()
-    head, batch = TargetHead(drafter, target), draft_batch(target, layers=drafter.config.feature_layers)
+    heads, batch = TrainingHeads.of(drafter, target), draft_batch(target, layers=drafter.config.feature_layers)
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=5e-3, weight_decay=0.0)
     losses = []
     for step in range(150):
-        result = draft_loss(drafter, head, batch, seeded(step), DistillationWeights(), noise=0.02, passes=passes)
+        result = draft_loss(drafter, heads, batch, seeded(step), DistillationWeights(), noise=0.02, passes=passes)
         optimizer.zero_grad()
         result.loss.backward()
         optimizer.step()
@@ -250,7 +252,7 @@ def test_checkpointed_activations(target, block_size, passes):
         for layer in drafter.layers:
             layer.input_layernorm.register_forward_hook(lambda module, *_, runs=runs: runs.append(module))
         result = draft_loss(
-            drafter, TargetHead(drafter, target), draft_batch(target), seeded(), WEIGHTS, passes=passes
+            drafter, TrainingHeads.of(drafter, target), draft_batch(target), seeded(), WEIGHTS, passes=passes
         )
         result.loss.backward()
         found.append([result.loss.detach(), *(parameter.grad for parameter in drafter.parameters())])
@@ -260,11 +262,11 @@ def test_checkpointed_activations(target, block_size, passes):
 
 def test_noise_is_drawn_from_the_generator(target):
     drafter = new_drafter(target, num_lstm_layers=0)
-    head, batch = TargetHead(drafter, target), draft_batch(target)
+    heads, batch = TrainingHeads.of(drafter, target), draft_batch(target)
 
     def loss(seed, noise):
         torch.manual_seed(torch.seed() % 1000)  # chance elsewhere plays no part
-        return draft_loss(drafter, head, batch, seeded(seed), WEIGHTS, noise, glancing_ratio=0.4).loss.item()
+        return draft_loss(drafter, heads, batch, seeded(seed), WEIGHTS, noise, glancing_ratio=0.4).loss.item()
 
     assert loss(0, 0.1) == loss(0, 0.1) != loss(0, 0.0)
     assert loss(1, 0.1) != loss(0, 0.1)
@@ -273,15 +275,15 @@ def test_noise_is_drawn_from_the_generator(target):
 def test_chance_is_a_sample_s_own(target):
     """What is drawn for a sample depends on neither the others of its batch nor the padding."""
     drafter = new_drafter(target, block_size=3, num_lstm_layers=0)
-    head, batch = TargetHead(drafter, target), draft_batch(target)
+    heads, batch = TrainingHeads.of(drafter, target), draft_batch(target)
     options = {"noise": 0.5, "glancing_ratio": 0.8}
-    together = draft_loss(drafter, head, batch, seeded(), WEIGHTS, **options)
+    together = draft_loss(drafter, heads, batch, seeded(), WEIGHTS, **options)
     counts, loss = torch.zeros_like(together.counts), 0.0
     for rows, length in (([0], 24), ([2, 1], 21)):
         part = DraftBatch(*(getattr(batch, field)[rows] for field in vars(batch)))
         for field in ("features", "token_ids", "valid", "response"):
             setattr(part, field, getattr(part, field)[:, :length])
-        found = draft_loss(drafter, head, part, seeded(), WEIGHTS, **options)
+        found = draft_loss(drafter, heads, part, seeded(), WEIGHTS, **options)
         counts += found.counts
         loss += found.loss.item() * int(found.counts.sum())
     assert torch.equal(counts, together.counts)
@@ -290,7 +292,7 @@ def test_chance_is_a_sample_s_own(target):
 
 def test_unrolling_an_lstm_is_refused(target):
     drafter = new_drafter(target, num_lstm_layers=1)
-    head, batch = TargetHead(drafter, target), draft_batch(target)
+    heads, batch = TrainingHeads.of(drafter, target), draft_batch(target)
     for passes, message in ((2, "is 2 and `num_lstm_layers` 1.*Set `unroll_passes=1`"), (0, "is 0: .* at least 1")):
         with pytest.raises(ValueError, match=f"`unroll_passes` {message}"):
-            draft_loss(drafter, head, batch, seeded(), WEIGHTS, passes=passes)
+            draft_loss(drafter, heads, batch, seeded(), WEIGHTS, passes=passes)

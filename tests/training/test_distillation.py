@@ -27,7 +27,7 @@ def test_distillation_loss(monkeypatch, kind, draft_vocab_size, soft, chunk):
     expected = (soft * (p * (p / q).log()).sum(dim=-1) + (1 - soft) * hard).mean()
     (expected_gradient,) = torch.autograd.grad(3 * expected, predicted)
 
-    loss, ranks = distillation_loss(predicted, labels, head, soft)
+    loss, ranks = distillation_loss(predicted, labels, head, head, soft)
     (gradient,) = torch.autograd.grad(3 * loss, predicted)
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-5)
@@ -36,5 +36,5 @@ def test_distillation_loss(monkeypatch, kind, draft_vocab_size, soft, chunk):
     assert 0 in ranks and ranks.max() > 2
 
     # Without a gradient, as glancing calls it.
-    again, ranks_again = distillation_loss(predicted.detach(), labels, head, soft)
+    again, ranks_again = distillation_loss(predicted.detach(), labels, head, head, soft)
     assert torch.equal(again, loss) and torch.equal(ranks_again, ranks)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import math
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.trainer_utils import SaveStrategy
 
-from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..training.csgd import check_unrolling
 from ..training.distillation import chunk_rows
 from ..training.token_file import TokenFile
@@ -29,7 +29,7 @@ _SPEED = 1e14
 def describe(
     options: DrafterArguments,
     args: FalconTrainingArguments,
-    config: FalconDraftConfig,
+    config: PreTrainedConfig,
     data: TokenFile,
     train: DraftSamples,
     held_out: DraftSamples | None,
@@ -39,15 +39,17 @@ def describe(
 
     Args:
         options, args: the arguments of the run.
-        config ([`FalconDraftConfig`]): the drafter's configuration.
+        config ([`FalconDraftConfig`] or [`Eagle3DraftConfig`]): the drafter's configuration.
         data ([`TokenFile`]): all the data.
         train, held_out ([`DraftSamples`]): the samples to train on, and the held-out samples.
     """
     dtype = resolve_dtype(options.target_dtype or "auto", args.device)
     with torch.device("meta"):
         target = AutoModelForCausalLM.from_config(target_config(options), dtype=dtype)
-        drafter = ARCHITECTURES[options.architecture](config)
-    check_unrolling(drafter, args.unroll_passes)
+        drafter: Any = ARCHITECTURES[options.architecture](config)
+    args.take_defaults(drafter)
+    passes = args.unroll_passes or 1
+    check_unrolling(drafter, passes)
     target_size, size = (sum(p.numel() for p in model.parameters()) for model in (target, drafter))
     steps_per_epoch, steps = training_steps(len(train), args)
     tokens, prompts = sum(train.lengths), sum(train.prompt_lengths)
@@ -61,7 +63,7 @@ def describe(
         # AdamW keeps two values a weight beside the gradient.
         "the drafter's weights, gradients and AdamW": 4 * 4 * size,
         "the head in float32": 4 * head,
-        f"activations of {batch} x {length} tokens": activation_bytes(config, batch, length, args.unroll_passes),
+        f"activations of {batch} x {length} tokens": activation_bytes(config, batch, length, passes),
         "a chunk of logits": _CHUNK_BYTES * chunk_rows(vocab_size) * vocab_size,
     }
     # Features are computed in every epoch, or once for all the data. They need no LM head, and an embedding needs no
@@ -77,7 +79,7 @@ def describe(
         disk += f"; {_gb(2 * width * len(data.tokens))} of features in `{options.features_dir}`"
     fusion = f"{config.num_lstm_layers} LSTM layers" if config.num_lstm_layers else "a linear fusion"
     rows = {
-        "target": f"{options.target or TARGET_NAME}: {config.target_model_type}, {target_size:,} parameters, "
+        "target": f"{options.target or TARGET_NAME}: {target.config.model_type}, {target_size:,} parameters, "
         f"{str(dtype).removeprefix('torch.')}, on {args.device}",
         "drafter": f"{size:,} parameters: block size {config.block_size}, {fusion}, "
         f"{config.num_hidden_layers} decoder layers, {vocab_size:,} tokens scored",
@@ -115,7 +117,7 @@ def training_steps(samples: int, args: FalconTrainingArguments) -> tuple[int, in
     return per_epoch, args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
 
 
-def activation_bytes(config: FalconDraftConfig, batch: int, length: int, passes: int) -> int:
+def activation_bytes(config: Any, batch: int, length: int, passes: int) -> int:
     """
     Bytes of the activations that the backward pass of a batch needs, as counted on drafters in float32 (mixed
     precision saves little: norms and residuals stay in float32). Values a token: some 10 times the hidden size around
@@ -127,9 +129,7 @@ def activation_bytes(config: FalconDraftConfig, batch: int, length: int, passes:
     return 4 * batch * length * passes * values
 
 
-def training_operations(
-    config: FalconDraftConfig, args: FalconTrainingArguments, size: int, tokens: int, responses: int
-) -> int:
+def training_operations(config: Any, args: FalconTrainingArguments, size: int, tokens: int, responses: int) -> int:
     """
     Floating-point operations of training a drafter of `size` weights on `tokens`, of which `responses` are judged: a
     multiplication and an addition for each weight and token of a forward, twice these of a backward. The LM head
@@ -137,7 +137,7 @@ def training_operations(
     length, the products of attention: some percent of the whole at the lengths of dialogues.
     """
     head = config.hidden_size * (config.draft_vocab_size or config.vocab_size)
-    work = 6 * (size * tokens + head * responses) * args.unroll_passes
+    work = 6 * (size * tokens + head * responses) * (args.unroll_passes or 1)
     if args.glancing_ratio > 0 and config.block_size > 1:
         work += 2 * size * tokens + 4 * head * responses
     return work

@@ -5,13 +5,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from ..core.configuration_falcon_draft import FalconDraftConfig
-from ..core.drafter import FalconDraftModel
+from ..core.drafter import DraftModel, FalconDraftModel
 from ..training.features import StoredFeatures, feature_statistics
 from ..training.final_tau import decoded_tau
 from ..training.plot import TrainingPlot
@@ -100,7 +100,7 @@ def _split(
 
 def _log_final_tau(
     trainer: FalconTrainer,
-    kind: type[FalconDraftModel],
+    kind: type[DraftModel],
     target: PreTrainedModel,
     held_out: DraftSamples,
     prompts: int,
@@ -128,34 +128,44 @@ def _check_vocabulary(data: TokenFile, vocab_size: int) -> None:
         )
 
 
-def _config(options: DrafterArguments, target: PreTrainedModel | PreTrainedConfig) -> FalconDraftConfig:
+def _config(options: DrafterArguments, target: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:
     """The configuration of the drafter: a new one, or that of `init_from`."""
-    kind = ARCHITECTURES[options.architecture].config_class
+    kind: Any = ARCHITECTURES[options.architecture].config_class
     if options.init_from is not None:
         return kind.from_pretrained(options.init_from)
-    sizes = {name: getattr(options, name) for name in ("intermediate_size", "num_key_value_heads")}
+    names = ("intermediate_size", "num_key_value_heads")
+    sizes = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
+    if options.architecture == "eagle3":
+        if options.num_draft_layers is not None:
+            sizes["num_hidden_layers"] = options.num_draft_layers
+        if options.feature_layers:
+            # Ids of hidden states: id n is the output of layer n - 1.
+            sizes["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in options.feature_layers]
+        return kind.from_target(target, draft_vocab_size=options.draft_vocab_size, **sizes)
     return kind.from_target(
         target,
         block_size=options.block_size,
         num_lstm_layers=options.num_lstm_layers,
-        num_hidden_layers=options.num_draft_layers,
+        num_hidden_layers=2 if options.num_draft_layers is None else options.num_draft_layers,
         conditioning_size=options.conditioning_size,
         feature_layers=options.feature_layers,
         draft_vocab_size=options.draft_vocab_size,
-        **{name: size for name, size in sizes.items() if size is not None},
+        **sizes,
     )
 
 
-def _drafter(options: DrafterArguments, target: PreTrainedModel, data: TokenFile) -> FalconDraftModel:
+def _drafter(options: DrafterArguments, target: PreTrainedModel, data: TokenFile) -> DraftModel:
     if options.init_from is not None:
         return ARCHITECTURES[options.architecture].from_pretrained(options.init_from, dtype=torch.float32)
     config = _config(options, target)
-    drafter = ARCHITECTURES[options.architecture](config)
-    mean, std = feature_statistics(target, data)
-    drafter.feature_mean.copy_(mean)
-    drafter.feature_std.copy_(std)
-    if config.draft_vocab_size is not None:
+    drafter: Any = ARCHITECTURES[options.architecture](config)
+    if config.draft_vocab_size not in (None, config.vocab_size):
         token_ids, coverage = frequent_tokens(data, config.vocab_size, config.draft_vocab_size)
-        drafter.draft_vocab_ids.copy_(token_ids)
+        drafter.set_draft_vocabulary(token_ids)
         print(f"draft vocabulary: {len(token_ids):,} of {config.vocab_size:,} tokens, {100 * coverage:.2f} % of text")
+    mean, std = feature_statistics(target, data)
+    if drafter.predicts_features:
+        drafter.set_feature_statistics(mean, std)
+    else:
+        drafter.start_from(target, (mean**2 + std**2).sqrt())
     return drafter

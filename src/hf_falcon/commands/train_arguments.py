@@ -18,11 +18,14 @@ class DrafterArguments:
     Args:
         data (`list[str]`): token files of `hf-falcon prepare`.
         target (`str`, *optional*): name or folder of the target; the demo's target if left out.
-        architecture (`str`, *optional*, defaults to `"falcon"`): `"medusa_like"` is a method of the benchmark.
+        architecture (`str`, *optional*, defaults to `"falcon"`):
+            `"eagle3"` is EAGLE-3: one decoder layer over three of the target's hidden states, and a head of its own.
+            `"medusa_like"` is a method of the benchmark.
         init_from (`str`, *optional*): a drafter to start from instead of new weights.
         block_size, num_lstm_layers, num_draft_layers, conditioning_size, feature_layers, draft_vocab_size:
-            See [`FalconDraftConfig`]. By default one token a pass and no LSTM layer (a linear fusion); the paper has
-            two tokens a pass and two LSTM layers.
+            See [`FalconDraftConfig`]. By default one token a pass, no LSTM layer (a linear fusion) and two decoder
+            layers; the paper has two tokens a pass and two LSTM layers. EAGLE-3 always has one token a pass, and by
+            default one decoder layer and three feature layers.
         intermediate_size, num_key_value_heads (`int`, *optional*):
             See [`FalconDraftConfig`]. By default the target's, or smaller for a large target
             ([`FalconDraftConfig.from_target`]).
@@ -50,7 +53,9 @@ class DrafterArguments:
     init_from: str | None = field(default=None, metadata={"help": "A drafter to start from."})
     block_size: int = field(default=1, metadata={"help": "Tokens proposed by one draft pass (k)."})
     num_lstm_layers: int = field(default=0, metadata={"help": "LSTM layers; 0 is one linear layer."})
-    num_draft_layers: int = field(default=2, metadata={"help": "Decoder layers of the drafter."})
+    num_draft_layers: int | None = field(
+        default=None, metadata={"help": "Decoder layers of the drafter (default: 2; eagle3: 1)."}
+    )
     intermediate_size: int | None = field(
         default=None, metadata={"help": "Width of the drafter's MLPs; by default chosen for the target."}
     )
@@ -80,3 +85,7 @@ class DrafterArguments:
             raise ValueError(f"`architecture` is {self.architecture!r}: choose one of {', '.join(ARCHITECTURES)}.")
         if self.final_tau_prompts < 0:
             raise ValueError(f"`final_tau_prompts` is {self.final_tau_prompts}: give 0 (none) or more.")
+        fields = ("block_size", "num_lstm_layers", "conditioning_size")
+        for name, value in zip(fields, (1, 0, 0)):
+            if self.architecture == "eagle3" and getattr(self, name) != value:
+                raise ValueError(f"`{name}` is {getattr(self, name)}: an EAGLE-3 drafter has {value}, leave it out.")

@@ -9,6 +9,7 @@ draft passes that it allows. `update` takes the outcome. interfaces.py says what
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -98,6 +99,12 @@ class PromptLookup:
         return LookupMatch([self._tokens[place + offset % (end - place)] for offset in range(limit)], matched)
 
 
+def limited_options(options: DraftOptions, drafter: Drafter) -> DraftOptions:
+    """`options`, with no more draft passes than the drafter can run; see [`Drafter`]."""
+    most = drafter.max_draft_passes
+    return options if most is None else replace(options, num_draft_passes=min(options.num_draft_passes, most))
+
+
 class FalconCandidateGenerator(CandidateGenerator):
     """
     Proposes the trees of one sequence with a drafter and prompt lookup.
@@ -111,7 +118,8 @@ class FalconCandidateGenerator(CandidateGenerator):
     Args:
         drafter ([`Drafter`]): the drafter, for example a [`FalconDraftModel`].
         target ([`PreTrainedModel`]): the target that it drafts for.
-        options ([`DraftOptions`], *optional*): defaults to the options in `drafter.generation_config`.
+        options ([`DraftOptions`], *optional*):
+            Defaults to the options in `drafter.generation_config`. The draft passes are limited to the drafter's.
         head ([`DraftHead`], *optional*): the head that another generator of the same two models uses.
     """
 
@@ -124,7 +132,8 @@ class FalconCandidateGenerator(CandidateGenerator):
     ):
         self.drafter = drafter
         self.target = target
-        self.options = options or DraftOptions.from_generation_config(drafter.generation_config)
+        options = options or DraftOptions.from_generation_config(drafter.generation_config)
+        self.options = limited_options(options, drafter)
         # Decides how much each round drafts.
         self.policy = DraftPolicy(self.options, AcceptanceStats())
         self._acceleration = drafter_acceleration(drafter, target)
@@ -373,6 +382,12 @@ class FalconCandidateGenerator(CandidateGenerator):
         if isinstance(options.draft_tree, str):
             return StaticTree(static_paths(nodes, depth, children), self._device)
         tree = StaticTree(options.draft_tree, self._device)
+        most = self.drafter.max_draft_passes
+        if most is not None and tree.max_depth > most * self._block_size:
+            raise ValueError(
+                f"`draft_tree` is {tree.max_depth} deep, but the drafter proposes {most * self._block_size} tokens a "
+                "round: use paths of at most that length."
+            )
         if tree.max_children > self.head.draft_vocab_size:
             raise ValueError(
                 f"`draft_tree` has child rank {tree.max_children - 1}, but the drafter knows "

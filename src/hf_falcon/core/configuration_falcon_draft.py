@@ -360,7 +360,7 @@ class FalconDraftConfig(PreTrainedConfig):
         kv_heads = _field(text_config, "num_key_value_heads") or heads
         if kv_heads > _MOST_DEFAULT_KEY_VALUE_HEADS:
             kv_heads = max(n for n in range(1, _MOST_DEFAULT_KEY_VALUE_HEADS + 1) if heads % n == 0)
-        scaling = _field(text_config, "logits_scaling")
+        logit_scale, logit_softcapping = logit_processing(config)
         # XLNet's is -1: no limit.
         longest = _field(text_config, "max_position_embeddings") or 0
         fields: dict[str, Any] = {
@@ -373,8 +373,8 @@ class FalconDraftConfig(PreTrainedConfig):
             "rms_norm_eps": _field(text_config, "rms_norm_eps") or 1e-5,
             "rope_theta": _rope_theta(text_config),
             "max_position_embeddings": longest if longest > 0 else 2048,
-            "logit_scale": 1.0 / scaling if scaling else _field(text_config, "logit_scale") or 1.0,
-            "logit_softcapping": _field(text_config, "final_logit_softcapping"),
+            "logit_scale": logit_scale,
+            "logit_softcapping": logit_softcapping,
             "bos_token_id": copy.copy(_field(text_config, "bos_token_id")),
             "eos_token_id": copy.copy(_field(text_config, "eos_token_id")),
             "pad_token_id": copy.copy(_field(text_config, "pad_token_id")),
@@ -383,6 +383,19 @@ class FalconDraftConfig(PreTrainedConfig):
             "target_fingerprint": fingerprint,
         }
         return cls(**{**fields, **overrides})
+
+    def name_target(self, target: PreTrainedModel) -> None:
+        """Takes the name and the fingerprint of the target that the drafter has been trained for."""
+        self.target_name_or_path = target.name_or_path or None
+        self.target_fingerprint = weights_fingerprint(target)
+
+
+def logit_processing(config: PreTrainedConfig) -> tuple[float, float | None]:
+    """The factor of a target's logits (Cohere's `logit_scale`, Granite's 1 / `logits_scaling`), and their soft cap."""
+    text_config = config.get_text_config(decoder=True)
+    scaling = _field(text_config, "logits_scaling")
+    scale = 1.0 / scaling if scaling else _field(text_config, "logit_scale") or 1.0
+    return scale, _field(text_config, "final_logit_softcapping")
 
 
 def _shown(value: Any) -> str:

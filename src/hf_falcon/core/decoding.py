@@ -19,7 +19,7 @@ from transformers.generation.streamers import BaseStreamer
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import logging
 
-from .candidate_generator import FalconCandidateGenerator
+from .candidate_generator import FalconCandidateGenerator, limited_options
 from .costs import CostKey, costs_of
 from .draft_options import DraftOptions, set_by_call
 from .draft_session import was_trained_for
@@ -103,6 +103,7 @@ def assisted_decoding(
         )
         return FalconGenerateOutput(**output) if isinstance(output, GenerateDecoderOnlyOutput) else output
     options = DraftOptions.from_generation_config(drafter.generation_config, generation_config)
+    options = limited_options(options, drafter)
     drafter.check_target(target)
     _warn_of_unused_fields(generation_config)
     _warn_of_other_weights(drafter, target)
@@ -136,6 +137,11 @@ def _decoder(
     if verification == "speculative":
         sampling = SamplingCandidateGenerator(drafter, target, options, logits_processor)
         return lambda run, sequence: decode(run, sampling, sequence, partial(verify_speculative, head=sampling.head))
+    if verification == "multi_root" and drafter.max_draft_passes is not None:
+        raise ValueError(
+            f"`verification` is 'multi_root', which drafts behind several tokens at once, but a "
+            f"{type(drafter).__name__} drafts behind one token: set it to 'exact' or 'speculative'."
+        )
     if verification == "multi_root" and model_kwargs.get("inputs_embeds") is None:
         logger.warning_once("`verification` is 'multi_root': samples are biased, not distributed as plain decoding's.")
         roots = MultiRootCandidateGenerator(drafter, target, options)

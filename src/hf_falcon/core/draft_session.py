@@ -18,8 +18,9 @@ from transformers import PreTrainedModel
 
 from .caches import STATIC_SLOTS, DraftCache
 from .checkpoint_files import weights_fingerprint
+from .configuration_falcon_draft import logit_processing
 from .interfaces import DraftedBlocks, DrafterAcceleration
-from .modeling_falcon_draft import FalconDraftNetwork, LSTMState, additive_mask, hide_end
+from .modeling_falcon_draft import LSTMState, additive_mask, hide_end
 from .tree import to_device
 
 # Rows of one drafter forward. Masks are rows * context, so a long pause of drafting costs no quadratic memory.
@@ -43,9 +44,8 @@ class TargetHead:
         `ValueError`: if the drafter was made for a target of another kind or shape.
     """
 
-    def __init__(self, drafter: FalconDraftNetwork, target: PreTrainedModel, dtype: torch.dtype | None = None):
-        check_target(drafter, target)
-        check_embedding(drafter, target)
+    def __init__(self, drafter: Any, target: PreTrainedModel, dtype: torch.dtype | None = None):
+        drafter.check_target(target)
         config = drafter.config
         self._output: Any = target.get_output_embeddings()
         self._embedding = target.get_input_embeddings()
@@ -54,8 +54,10 @@ class TargetHead:
         self._dtype = dtype or self._example.dtype
         self._known_ids = None if config.draft_vocab_size is None else drafter.draft_vocab_ids
         self.draft_vocab_size: int = config.draft_vocab_size or self._output.weight.shape[0]
-        self._scale = config.logit_scale
-        self._softcap = config.logit_softcapping
+        scale, softcap = logit_processing(target.config)
+        # What a Falcon drafter was trained with is in its own configuration.
+        self._scale: float = getattr(config, "logit_scale", scale)
+        self._softcap: float | None = getattr(config, "logit_softcapping", softcap)
 
     @cached_property
     def linear(self) -> nn.Linear:

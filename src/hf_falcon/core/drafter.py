@@ -50,6 +50,8 @@ class DraftModel(PreTrainedModel):
     is_falcon_drafter = True
     # The hook passes these arguments of `generate` on to the decoding loop.
     draft_option_names = tuple(field.name for field in fields(DraftOptions))
+    # See [`Drafter`].
+    max_draft_passes: int | None = None
 
     _supports_logits_to_keep = read_logits_to_keep
 

@@ -127,10 +127,14 @@ class Drafter(Protocol):
             it reads, counted from 0; -1 is the input of the first), `target_name_or_path` and `target_fingerprint`.
         generation_config ([`~transformers.GenerationConfig`]): the drafting options.
         device (`torch.device`): where it runs.
+        max_draft_passes (`int`, *optional*):
+            Draft passes that it can run in a round, the one of `commit` included; `None` without a limit. With 1, no
+            session is asked to `extend`.
     """
 
     config: Any
     generation_config: GenerationConfig
+    max_draft_passes: int | None
 
     @property
     def device(self) -> torch.device: ...

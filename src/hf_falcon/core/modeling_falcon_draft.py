@@ -226,6 +226,8 @@ class FalconDraftNetwork(PreTrainedModel):
     main_input_name = "features"
     _no_split_modules = ["FalconDecoderLayer"]
     supports_gradient_checkpointing = True
+    # Whether the outputs are features of the target, for the target's head. Other drafters have a head of their own.
+    predicts_features = True
     # Positions that a layer with a sliding window sees. With one, masks have a second head for these layers.
     window: int | None = None
 
@@ -252,6 +254,17 @@ class FalconDraftNetwork(PreTrainedModel):
         # No buffer: the dtype of the model may change, and this one may not.
         self._frequencies: dict[torch.device, Tensor] = {}
         self.post_init()
+
+    @torch.no_grad()
+    def set_feature_statistics(self, mean: Tensor, std: Tensor) -> None:
+        """Takes mean and standard deviation of the target's features, both of shape `(hidden_size,)`."""
+        self.feature_mean.copy_(mean)
+        self.feature_std.copy_(std)
+
+    @torch.no_grad()
+    def set_draft_vocabulary(self, token_ids: Tensor) -> None:
+        """Takes the target ids of the draft vocabulary, of shape `(draft_vocab_size,)`, in ascending order."""
+        self.draft_vocab_ids.copy_(token_ids)
 
     def _init_weights(self, module: nn.Module) -> None:
         super()._init_weights(module)

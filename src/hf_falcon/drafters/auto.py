@@ -12,7 +12,7 @@ import torch
 
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import DraftModel
-from .checkpoints import read_fields
+from .checkpoints import LOADING, read_fields
 
 Fields = dict[str, Any]
 
@@ -78,7 +78,7 @@ class AutoDrafter:
             `OSError`: if files are missing or damaged.
         """
         name = os.fspath(pretrained_model_name_or_path)
-        kind = drafter_class(name, **{key: value for key, value in kwargs.items() if key != "layer_ids"})
+        kind = drafter_class(name, **{key: value for key, value in kwargs.items() if key in LOADING})
         return kind.from_pretrained(name, dtype=dtype, **kwargs).eval()
 
 

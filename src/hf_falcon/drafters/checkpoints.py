@@ -6,12 +6,13 @@ pickled file, and drafting options.
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import GenerationConfig
@@ -22,7 +23,9 @@ from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel, refuse_problems
 
-_LOADING = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+LOADING = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+# Of the parameters: networks do not compute in others.
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def read_fields(repository: str, **loading: Any) -> dict[str, Any]:
@@ -38,9 +41,9 @@ def read_fields(repository: str, **loading: Any) -> dict[str, Any]:
         `OSError`: if there is none, or it cannot be downloaded.
         `TypeError`: for another argument.
     """
-    unknown = loading.keys() - set(_LOADING)
+    unknown = loading.keys() - set(LOADING)
     if unknown:
-        raise TypeError(f"`from_pretrained` got {sorted(unknown)}: it takes `dtype`, {', '.join(_LOADING)}.")
+        raise TypeError(f"`from_pretrained` got {sorted(unknown)}: it takes `dtype`, {', '.join(LOADING)}.")
     return FalconDraftConfig.get_config_dict(repository, **loading)[0]
 
 
@@ -69,23 +72,52 @@ def read_weights(repository: str, digests: Mapping[str, str] | None = None, **lo
     check_digests(files, digests or {})
     weights: dict[str, Tensor] = {}
     for file in files:
-        weights |= load_file(file)
+        weights |= _read_safetensors(file)
     return weights
+
+
+def _read_safetensors(file: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(file)
+    except (SafetensorError, ValueError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise OSError(
+            f"The weight file `{file.name}` in {file.parent} is not a whole safetensors file of torch's dtypes "
+            f"({reason}): download it again."
+        ) from error
 
 
 def _read_pickled(file: Path) -> dict[str, Tensor]:
     remedy = "Convert it to safetensors where you trust it."
     try:
+        _refuse_compression(file)
         weights = torch.load(file, map_location="cpu", weights_only=True)
-    except (UnpicklingError, RuntimeError, EOFError, ValueError, KeyError) as error:
+    except OSError:
+        raise
+    # Any file may be under this name, and `torch.load` raises an error of any kind for it.
+    except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
             f"`{file.name}` in {file.parent} cannot be read with `weights_only=True` ({reason}), and other code in it "
             f"is not run. {remedy}"
         ) from error
-    if not isinstance(weights, dict) or not all(isinstance(each, Tensor) for each in weights.values()):
+    if not isinstance(weights, dict) or not all(
+        isinstance(name, str) and isinstance(each, Tensor) for name, each in weights.items()
+    ):
         raise ValueError(f"`{file.name}` in {file.parent} holds more than tensors: it is no checkpoint. {remedy}")
+    # A pickled tensor can repeat a few values without an end, by its strides, or have no values at all.
+    has_values = all(each.layout == torch.strided and not each.is_meta for each in weights.values())
+    if not has_values or sum(each.nbytes for each in weights.values()) > 2 * file.stat().st_size:
+        raise ValueError(f"`{file.name}` in {file.parent} has tensors larger than the file. {remedy}")
     return weights
+
+
+def _refuse_compression(file: Path) -> None:
+    """`torch.save` does not compress. A compressed file may be a thousand times as large in memory."""
+    if zipfile.is_zipfile(file):
+        with zipfile.ZipFile(file) as opened:
+            if any(each.compress_type != zipfile.ZIP_STORED for each in opened.infolist()):
+                raise ValueError("it is compressed")
 
 
 def load_weights(
@@ -101,7 +133,7 @@ def load_weights(
         dtype (`str` or `torch.dtype`, *optional*): dtype of the parameters; by default, or for "auto", as stored.
 
     Raises:
-        `ValueError`: if weights are missing, unexpected, or of another shape; it names them.
+        `ValueError`: if weights are missing, unexpected, of another shape, or quantised; it names them.
     """
     wanted = drafter.state_dict()
     refuse_problems(
@@ -117,6 +149,13 @@ def load_weights(
         },
     )
     parameters = dict(drafter.named_parameters())
+    strange = {name: weights[name].dtype for name in parameters if weights[name].dtype not in _DTYPES}
+    if strange:
+        name, found = next(iter(strange.items()))
+        raise ValueError(
+            f"`{name}` of the checkpoint `{repository}` is {found}: quantised drafters cannot be read, give one in "
+            "float32, bfloat16 or float16."
+        )
     of_parameters = _dtype(dtype) or next(weights[name].dtype for name in parameters)
     drafter.load_state_dict(
         {
@@ -134,8 +173,8 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     if dtype is None or dtype == "auto":
         return None
     found = getattr(torch, dtype.removeprefix("torch."), None) if isinstance(dtype, str) else dtype
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"`dtype` is {dtype!r}: give a dtype of torch, such as 'bfloat16'.")
+    if found not in _DTYPES:
+        raise ValueError(f"`dtype` is {dtype!r}: give one of float32, bfloat16, float16 and float64.")
     return found
 
 
@@ -175,7 +214,13 @@ def check_vocabulary(repository: str, weights: dict[str, Tensor], vocab_size: in
     """
     if "d2t" not in weights:
         return
-    weights["d2t"] = d2t = weights["d2t"].long()
+    d2t = weights["d2t"]
+    if d2t.dim() != 1 or d2t.is_floating_point() or d2t.is_complex():
+        raise ValueError(
+            f"`d2t` of `{repository}` has shape {tuple(d2t.shape)} and dtype {d2t.dtype}: a drafter has one integer "
+            "for each token of its vocabulary."
+        )
+    weights["d2t"] = d2t = d2t.long()
     ids = torch.arange(len(d2t)) + d2t
     if len(ids) == 0 or int(ids.min()) < 0 or int(ids.max()) >= vocab_size or len(ids.unique()) < len(ids):
         raise ValueError(

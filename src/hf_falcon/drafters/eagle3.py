@@ -23,7 +23,7 @@ from ..core.drafter import DraftModel
 from ..core.interfaces import DrafterAcceleration
 from ..core.modeling_falcon_draft import FalconAttention, FalconRMSNorm, KeyValueCache
 from .checkpoints import load_weights, read_fields, read_options
-from .eagle3_config import Eagle3DraftConfig
+from .eagle3_config import Eagle3DraftConfig, default_layers
 from .eagle3_files import read_eagle3
 
 
@@ -103,6 +103,10 @@ class Eagle3Head:
         self._embedding = target.get_input_embeddings() if own is None else own
         self.vocab_ids = drafter.draft_vocab_ids
 
+    def parameters(self) -> list[Tensor]:
+        """The parameters that its logits depend on."""
+        return [self.linear.weight] if self._norm is None else [self.linear.weight, self._norm.weight]
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """Embeddings of `token_ids` of shape `(...)`, of shape `(..., hidden_size)` and on the drafter's device."""
         return embed(self._embedding, token_ids, self.linear.weight.device)
@@ -139,6 +143,7 @@ class Eagle3DraftModel(DraftModel):
     supports_gradient_checkpointing = True
     # Each token of a block depends on the one before: blocks have one token.
     conditioning = None
+    predicts_features = False
 
     d2t: Tensor | None
     t2d: Tensor | None
@@ -158,7 +163,7 @@ class Eagle3DraftModel(DraftModel):
         kinds = getattr(sizes, "layer_types", None) or []
         self._is_sliding = [kind == "sliding_attention" for kind in kinds] or [False] * sizes.num_hidden_layers
         # See [`FalconDraftNetwork`].
-        self.window: int | None = sizes.sliding_window if any(self._is_sliding) else None
+        self.window: int | None = getattr(sizes, "sliding_window", None) if any(self._is_sliding) else None
         self.norm = FalconRMSNorm(sizes.hidden_size, eps=sizes.rms_norm_eps)
         self.lm_head = nn.Linear(sizes.hidden_size, config.draft_vocab_size, bias=False)
         self.embed_tokens = nn.Embedding(config.vocab_size, sizes.hidden_size) if has_embedding else None
@@ -190,12 +195,18 @@ class Eagle3DraftModel(DraftModel):
             self.t2d.zero_()[token_ids] = True
 
     @torch.no_grad()
-    def start_from(self, target: PreTrainedModel) -> None:
-        """Starts the head from the target's, and the final norm from ones."""
-        if self.lm_head.weight.shape[-1] == target.get_output_embeddings().weight.shape[-1]:
-            rows = target.get_output_embeddings().weight.detach()
-            ids = self.draft_vocab_ids
-            self.lm_head.weight.copy_(rows if ids is None else rows[ids.to(rows.device)])
+    def start_from(self, target: PreTrainedModel, scale: Tensor) -> None:
+        """
+        Starts the head from the target's, and the final norm from the scale of what the target's head reads.
+
+        Args:
+            target ([`PreTrainedModel`]): the target.
+            scale (`torch.Tensor` of shape `(hidden_size,)`): root mean square of each of the target's features.
+        """
+        rows = target.get_output_embeddings().weight.detach()
+        ids = self.draft_vocab_ids
+        self.lm_head.weight.copy_(rows if ids is None else rows[ids.to(rows.device)])
+        self.norm.weight.copy_(scale)
 
     @classmethod
     def from_pretrained(
@@ -215,10 +226,10 @@ class Eagle3DraftModel(DraftModel):
                 `eagle_aux_hidden_state_layer_ids` of [`Eagle3DraftConfig`].
         """
         name = os.fspath(pretrained_model_name_or_path)
-        with reading("config.json"):
-            config, weights = read_eagle3(name, read_fields(name, **kwargs), layer_ids, **kwargs)
-            with init.no_init_weights(), torch.device("meta"):
-                drafter = cls(config, has_embedding="embed_tokens.weight" in weights)
+        config, weights = read_eagle3(name, read_fields(name, **kwargs), layer_ids, **kwargs)
+        # An invalid value in a field of transformers may only fail when the network is built.
+        with reading("config.json"), init.no_init_weights(), torch.device("meta"):
+            drafter = cls(config, has_embedding="embed_tokens.weight" in weights)
         load_weights(drafter, name, weights, dtype)
         read_options(drafter, name, **kwargs)
         return drafter.eval()
@@ -240,7 +251,15 @@ class Eagle3DraftModel(DraftModel):
                 f"{type(target).__name__}: this drafter was made for {config.target_name_or_path or 'another target'}."
                 " Use that target, or train a drafter for this one."
             )
-        config.choose_layers(text_config.num_hidden_layers)
+        if config.eagle_aux_hidden_state_layer_ids is None:
+            wanted, found_layers = self.fc.in_features // config.target_hidden_size, text_config.num_hidden_layers
+            if len(default_layers(found_layers)) != wanted:
+                raise ValueError(
+                    f"The drafter's `eagle_aux_hidden_state_layer_ids` are not in its config.json, and a target of "
+                    f"{found_layers} layers has no {wanted} hidden states that are read by default: give them as "
+                    "`layer_ids` to `from_pretrained`."
+                )
+            config.choose_layers(found_layers)
         if max(config.eagle_aux_hidden_state_layer_ids) > text_config.num_hidden_layers:
             raise ValueError(
                 f"The drafter's `eagle_aux_hidden_state_layer_ids` are {config.eagle_aux_hidden_state_layer_ids}, but "

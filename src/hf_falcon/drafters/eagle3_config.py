@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any
 
 from transformers import LlamaConfig, PreTrainedConfig, PreTrainedModel, Qwen3Config
+from transformers.activations import ACT2FN
 
 from ..core.checkpoint_files import weights_fingerprint
 from ..core.configuration_falcon_draft import FalconDraftConfig
@@ -25,7 +27,30 @@ _LAYER_RANGES = {
     "num_hidden_layers": (1, 256),
     "max_position_embeddings": (1, 2**40),
 }
+_LAYER_KINDS = ("full_attention", "sliding_attention")
+# The other fields of the decoder layers that are read. transformers makes an attribute of every field, and a hostile
+# one could replace a method.
+_LAYER_FIELDS = (
+    "attention_bias",
+    "bos_token_id",
+    "eos_token_id",
+    "hidden_act",
+    "initializer_range",
+    "layer_types",
+    "max_window_layers",
+    "mlp_bias",
+    "pad_token_id",
+    "partial_rotary_factor",
+    "rms_norm_eps",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "sliding_window",
+    "use_sliding_window",
+)
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+# Draft tokens a round of serving engines, which draft chains.
+_SPECULATIVE_TOKENS = 3
 # Version of `speculators` whose layout is written.
 _SPECULATORS_VERSION = "0.9.0"
 
@@ -76,12 +101,14 @@ class Eagle3DraftConfig(PreTrainedConfig):
     ):
         layer = _layer_config(transformer_layer_config)
         self.transformer_layer_config = layer
-        self.vocab_size, self.hidden_size = layer.vocab_size, layer.hidden_size
-        self.num_hidden_layers = layer.num_hidden_layers
-        self.max_position_embeddings = layer.max_position_embeddings
-        self.block_size = 1
+        for name in _LAYER_RANGES:
+            setattr(self, name, getattr(layer, name))
+        # Fields of [`FalconDraftConfig`] that always have one value here.
+        self.block_size, self.num_lstm_layers, self.target_model_type = 1, 0, None
         self.draft_vocab_size = layer.vocab_size if draft_vocab_size is None else draft_vocab_size
-        self.eagle_aux_hidden_state_layer_ids = eagle_aux_hidden_state_layer_ids
+        # An empty list is published, too, in place of none.
+        ids = eagle_aux_hidden_state_layer_ids
+        self.eagle_aux_hidden_state_layer_ids = None if ids == [] else ids
         self.target_hidden_size = layer.hidden_size if target_hidden_size is None else target_hidden_size
         self.norm_before_residual = norm_before_residual
         self.norm_before_fc = norm_before_fc
@@ -166,22 +193,26 @@ class Eagle3DraftConfig(PreTrainedConfig):
             "pad_token_id": sizes.pad_token_id,
         }
         layer |= {name: overrides.pop(name) for name in list(overrides) if name in layer}
-        passes = overrides.pop("speculative_tokens", 3)
         fields: dict[str, Any] = {
             "eagle_aux_hidden_state_layer_ids": default_layers(text_config.num_hidden_layers),
             "target_hidden_size": text_config.hidden_size,
-            "target_fingerprint": None if isinstance(target, PreTrainedConfig) else weights_fingerprint(target),
-            "speculators_config": {
-                "algorithm": "eagle3",
-                "default_proposal_method": "greedy",
-                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": passes}],
-                "verifier": {
-                    "name_or_path": config.name_or_path or None,
-                    "architectures": list(config.architectures or [type(target).__name__]),
-                },
-            },
         }
-        return cls(layer, **{**fields, **overrides})
+        found = cls(layer, **{**fields, **overrides})
+        found._take_target(config.name_or_path, list(config.architectures or [type(target).__name__]))
+        if isinstance(target, PreTrainedModel):
+            found.target_fingerprint = weights_fingerprint(target)
+        return found
+
+    def name_target(self, target: PreTrainedModel) -> None:
+        """See [`FalconDraftConfig.name_target`]."""
+        self._take_target(target.name_or_path, list(target.config.architectures or [type(target).__name__]))
+        self.target_fingerprint = weights_fingerprint(target)
+
+    def _take_target(self, name: str | None, architectures: list[str]) -> None:
+        methods = [{"proposal_type": "greedy", "speculative_tokens": _SPECULATIVE_TOKENS}]
+        defaults = {"algorithm": "eagle3", "default_proposal_method": "greedy", "proposal_methods": methods}
+        verifier = {"name_or_path": name or None, "architectures": architectures}
+        self.speculators_config = {**defaults, **self.speculators_config, "verifier": verifier}
 
     def to_dict(self) -> dict[str, Any]:
         """The fields of `config.json` in the layout of `speculators`."""
@@ -245,6 +276,8 @@ class Eagle3DraftConfig(PreTrainedConfig):
         for name, kind in (("name_or_path", str), ("architectures", list)):
             if (verifier or {}).get(name) is not None and not isinstance((verifier or {})[name], kind):
                 raise ValueError(f"`speculators_config.verifier.{name}` is {(verifier or {})[name]!r:.200}.")
+        if self.target_fingerprint is not None and not isinstance(self.target_fingerprint, str):
+            raise ValueError(f"`target_fingerprint` is {self.target_fingerprint!r:.200}: set it to a text or to None.")
 
 
 def default_layers(num_layers: int) -> list[int]:
@@ -264,27 +297,76 @@ def _layer_config(given: dict[str, Any] | PreTrainedConfig | None) -> PreTrained
             f"`transformer_layer_config.model_type` is {kind!r:.200}: drafters with layers of "
             f"{', '.join(LAYER_CONFIGS)} can be read."
         )
-    rope = given.get("rope_parameters")
+    fields = {name: value for name, value in given.items() if name in _LAYER_RANGES or name in _LAYER_FIELDS}
+    rope = fields.get("rope_parameters")
     # Targets with two kinds of layers have parameters for each.
     if isinstance(rope, dict) and "sliding_attention" in rope:
-        given = {**given, "rope_parameters": rope["sliding_attention"]}
-    config = LAYER_CONFIGS[kind](**{name: value for name, value in given.items() if name != "model_type"})
+        fields["rope_parameters"] = rope["sliding_attention"]
+    # Before transformers makes lists of these lengths.
+    _check_sizes({name: value for name, value in fields.items() if value is not None})
+    config = LAYER_CONFIGS[kind](**copy.deepcopy(fields))
+    _check_sizes({name: getattr(config, name) for name in _LAYER_RANGES})
+    _check_values(config)
+    return config
+
+
+def _check_sizes(fields: dict[str, Any]) -> None:
     for name, (smallest, largest) in _LAYER_RANGES.items():
-        value = getattr(config, name)
+        value = fields.get(name, smallest)
         if type(value) is not int or not smallest <= value <= largest:
             raise ValueError(
                 f"`transformer_layer_config.{name}` is {value!r:.200}: it must be an integer from {smallest} to "
                 f"{largest}."
             )
+
+
+def _check_values(config: PreTrainedConfig) -> None:
     if config.num_attention_heads % config.num_key_value_heads:
         raise ValueError(
             f"`transformer_layer_config.num_key_value_heads` is {config.num_key_value_heads}: it must divide "
             f"`num_attention_heads` ({config.num_attention_heads})."
         )
+    if config.head_dim % 2:
+        raise ValueError(
+            f"`transformer_layer_config.head_dim` is {config.head_dim}: it must be even, as rotary embedding works on "
+            "pairs."
+        )
+    if not isinstance(config.hidden_act, str) or config.hidden_act not in ACT2FN:
+        raise ValueError(
+            f"`transformer_layer_config.hidden_act` is {config.hidden_act!r:.200}: it must be an activation of "
+            "transformers."
+        )
+    if not _is_positive(config.rms_norm_eps):
+        raise ValueError(
+            f"`transformer_layer_config.rms_norm_eps` is {config.rms_norm_eps!r:.200}: it must be a positive number."
+        )
+    window = getattr(config, "sliding_window", None)
+    if window is not None and (type(window) is not int or not 1 <= window <= 2**40):
+        raise ValueError(
+            f"`transformer_layer_config.sliding_window` is {window!r:.200}: it must be a number of positions, or None."
+        )
+    kinds = getattr(config, "layer_types", None)
+    if kinds is not None and (
+        not isinstance(kinds, list)
+        or len(kinds) != config.num_hidden_layers
+        or any(kind not in _LAYER_KINDS for kind in kinds)
+    ):
+        raise ValueError(
+            f"`transformer_layer_config.layer_types` is {kinds!r:.200}: it must be {' or '.join(_LAYER_KINDS)}, for "
+            "each layer."
+        )
     rope = config.rope_parameters or {}
-    if rope.get("rope_type") not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+    numbers = [value for name, value in rope.items() if name not in ("rope_type", "type", "truncate", "mrope_section")]
+    if (
+        rope.get("rope_type") not in _ROPE_TYPES
+        or rope.get("partial_rotary_factor", 1.0) != 1.0
+        or not all(value is None or _is_positive(value) for value in numbers)
+    ):
         raise ValueError(
             f"`transformer_layer_config.rope_parameters` is {rope!r:.200}: drafters with rotary frequencies of type "
             f"{', '.join(_ROPE_TYPES)} can be read, over whole heads."
         )
-    return config
+
+
+def _is_positive(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value) and value > 0

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..core.checkpoint_files import reading
 from .checkpoints import check_vocabulary, read_weights
 from .eagle3_config import Eagle3DraftConfig
 
@@ -45,7 +46,8 @@ def read_eagle3(
         found = _of_original(fields, weights)
     if layer_ids is not None:
         found["eagle_aux_hidden_state_layer_ids"] = layer_ids
-    config = Eagle3DraftConfig(**found)
+    with reading("config.json"):
+        config = Eagle3DraftConfig(**found)
     if config.draft_vocab_size == config.vocab_size:
         # A whole vocabulary needs no tables.
         weights = {name: weight for name, weight in weights.items() if name not in ("d2t", "t2d")}
@@ -69,8 +71,8 @@ def _of_original(fields: dict[str, Any], weights: dict[str, Tensor]) -> dict[str
         (int(name.split(".")[1]) for name in weights if name.startswith("layers.") and name.split(".")[1].isdecimal()),
         default=0,
     )
-    if "t2d" in weights:
-        layer["vocab_size"] = weights["t2d"].shape[0]
+    if "t2d" in weights and weights["t2d"].dim() == 1:
+        layer["vocab_size"] = len(weights["t2d"])
     nested = fields.get("eagle_config")
     nested = nested if isinstance(nested, dict) else {}
     ids = nested.get("eagle_aux_hidden_state_layer_ids", fields.get("eagle_aux_hidden_state_layer_ids"))

@@ -3,14 +3,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from ..core.draft_session import TargetHead
-from ..core.drafter import FalconDraftModel
+from ..core.drafter import DraftModel
 from ..core.modeling_falcon_draft import additive_mask, block_ends
 from .distillation import distillation_loss
 from .estimated_tau import TOP
@@ -44,7 +46,7 @@ class DraftLoss:
     Loss of one batch, and its parts.
 
     Args:
-        loss (`torch.Tensor`, scalar): regression plus weighted distillation, averaged over passes.
+        loss (`torch.Tensor`, scalar): weighted regression and distillation, averaged over passes.
         regression, distillation (`torch.Tensor`, scalar): the two parts.
         correct (`torch.Tensor` of shape `(passes * block_size, 3)`): loss positions at each depth whose target token
             is among the drafter's first 1, 3 and 8 choices.
@@ -127,7 +129,7 @@ def glance(loss_positions: Tensor, distance: Tensor, ratio: float, generators: l
     return loss_positions & (rank >= start[:, None]) & (rank < (start + wanted)[:, None])
 
 
-def check_unrolling(drafter: FalconDraftModel, passes: int, name: str = "unroll_passes") -> None:
+def check_unrolling(drafter: DraftModel, passes: int, name: str = "unroll_passes") -> None:
     """
     Checks a number of unrolled passes, the argument `name`.
 
@@ -136,16 +138,42 @@ def check_unrolling(drafter: FalconDraftModel, passes: int, name: str = "unroll_
     """
     if passes < 1:
         raise ValueError(f"`{name}` is {passes}: set it to at least 1.")
-    if passes > 1 and drafter.config.num_lstm_layers > 0:
+    lstm_layers = getattr(drafter.config, "num_lstm_layers", 0)
+    if passes > 1 and lstm_layers > 0:
         raise ValueError(
-            f"`{name}` is {passes} and `num_lstm_layers` {drafter.config.num_lstm_layers}: only drafters "
+            f"`{name}` is {passes} and `num_lstm_layers` {lstm_layers}: only drafters "
             f"without an LSTM can be unrolled. Set `{name}=1` or `num_lstm_layers=0`."
         )
 
 
+@dataclass
+class TrainingHeads:
+    """
+    The heads of a drafter in training.
+
+    Args:
+        draft ([`DraftHead`]): the drafter's: the target's, or one of its own.
+        target ([`TargetHead`]): the target's, over the draft vocabulary.
+        parameters (list of `torch.Tensor`, *optional*): parameters of a head of its own.
+    """
+
+    draft: Any
+    target: TargetHead
+    parameters: list[Tensor] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, drafter: DraftModel, target: PreTrainedModel, dtype: torch.dtype | None = None) -> TrainingHeads:
+        """The heads of `drafter` for `target`; the target's is in `dtype`, by default the drafter's."""
+        of_target = TargetHead(drafter, target, dtype)
+        if drafter.predicts_features:
+            return cls(of_target, of_target)
+        own = drafter.make_head(target)
+        return cls(own, of_target, own.parameters())
+
+
 def draft_loss(
-    drafter: FalconDraftModel,
-    head: TargetHead,
+    drafter: DraftModel,
+    heads: TrainingHeads,
     batch: DraftBatch,
     generator: torch.Generator,
     weights: DistillationWeights,
@@ -154,11 +182,12 @@ def draft_loss(
     passes: int = 1,
 ) -> DraftLoss:
     """
-    The loss of one batch (Falcon, algorithm 1).
+    The loss of one batch (Falcon, algorithm 1). For a drafter with a head of its own, this is EAGLE-3's training-time
+    test: there is no regression and no noise.
 
     Args:
-        drafter ([`FalconDraftModel`]): the drafter in training.
-        head ([`TargetHead`]): the target's embedding and head.
+        drafter ([`DraftModel`]): the drafter in training.
+        heads ([`TrainingHeads`]): its head, and the target's.
         batch ([`DraftBatch`]): sequences and the target's features of them.
         generator (`torch.Generator`):
             A CPU generator. All random draws depend on it and on `batch.sample` alone: the draws for a sample do not
@@ -175,21 +204,23 @@ def draft_loss(
         [`DraftLoss`]
     """
     check_unrolling(drafter, passes)
-    block_size, hidden_size = drafter.config.block_size, drafter.config.hidden_size
+    block_size, hidden_size = drafter.config.block_size, heads.target.linear.in_features
+    regresses = drafter.predicts_features
     length = batch.token_ids.shape[1]
     device = batch.features.device
     seed = int(torch.randint(2**31, (), generator=generator))
     generators = [torch.Generator().manual_seed(seed + sample) for sample in batch.sample.tolist()]
     block_ids, place_in_block = (t.to(device) for t in random_blocks(length, block_size, generators))
     targets, layer_outputs = batch.features.split((hidden_size, batch.features.shape[-1] - hidden_size), dim=-1)
-    uniform = torch.zeros(targets.shape, device=device)
-    for row, valid, own in zip(uniform, batch.valid.sum(dim=1).tolist(), generators, strict=True):
-        # Drawn on the device, from a seed of the row's generator: copying this many numbers would take long.
-        noise_generator = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=own)))
-        row[:valid].uniform_(-noise, noise, generator=noise_generator)
-    noisy = targets + (uniform * drafter.feature_std).to(targets.dtype)
-    features = torch.cat((noisy, layer_outputs), dim=-1)
-    embeds = head.embed(shift_left(batch.token_ids, 1))
+    features = batch.features
+    if regresses:
+        uniform = torch.zeros(targets.shape, device=device)
+        for row, valid, own in zip(uniform, batch.valid.sum(dim=1).tolist(), generators, strict=True):
+            # Drawn on the device, from a seed of the row's generator: copying this many numbers would take long.
+            noise_generator = torch.Generator(device).manual_seed(int(torch.randint(2**31, (), generator=own)))
+            row[:valid].uniform_(-noise, noise, generator=noise_generator)
+        features = torch.cat((targets + (uniform * drafter.feature_std).to(targets.dtype), layer_outputs), dim=-1)
+    embeds = heads.draft.embed(shift_left(batch.token_ids, 1))
 
     # The prediction at i is compared with feature i + k, which predicts the token at i + k + 1.
     labels = shift_left(targets, block_size)
@@ -204,7 +235,8 @@ def draft_loss(
         with torch.no_grad():
             first = drafter.condition(draft_pass(drafter, features, embeds, block_ids, batch.valid), previous)[judged]
             wrong = torch.zeros_like(judged)
-            wrong[judged] = distillation_loss(first[None], labels[judged], head, weights.soft)[1][0] > 0
+            ranks = distillation_loss(first[None], labels[judged], heads.draft, heads.target, weights.soft)[1]
+            wrong[judged] = ranks[0] > 0
             glanced = glance(judged, wrong.sum(dim=1), glancing_ratio, generators)
         given = torch.where(glanced[..., None], shift_left(batch.features, block_size), features)
         given_embeds = torch.where(glanced[..., None], shift_left(embeds, block_size), embeds)
@@ -217,14 +249,19 @@ def draft_loss(
         predicted = drafter.condition(predicted, previous)
         predictions.append(predicted[judged])
         # The next pass has no glancing. Feature i was predicted at i - k; the first k positions have no prediction.
-        given = torch.cat((noisy[:, :block_size], predicted[:, : length - block_size]), dim=1)
+        start = features[:, :block_size, :hidden_size] if regresses else torch.zeros_like(predicted[:, :block_size])
+        given = torch.cat((start, predicted[:, : length - block_size]), dim=1)
         given_embeds = embeds
 
     chosen, expected = torch.stack(predictions), labels[judged]
-    error = (chosen.float() - expected.float()) / drafter.feature_std
-    # Not `mean`, which is NaN if no position of a batch counts.
-    regression = F.smooth_l1_loss(error, torch.zeros_like(error), reduction="sum") / max(1, error.numel())
-    distillation, ranks = distillation_loss(chosen, expected, head, weights.soft)
+    regression = torch.zeros((), device=device)
+    if regresses:
+        error = (chosen.float() - expected.float()) / drafter.feature_std
+        # Not `mean`, which is NaN if no position of a batch counts.
+        regression = F.smooth_l1_loss(error, torch.zeros_like(error), reduction="sum") / max(1, error.numel())
+    distillation, ranks = distillation_loss(
+        chosen, expected, heads.draft, heads.target, weights.soft, heads.parameters
+    )
     offsets = [place == offset for offset in range(block_size)]
     correct = [torch.stack([(of_pass[here] < top).sum() for top in TOP]) for of_pass in ranks for here in offsets]
     counts = [here.sum() for _ in range(passes) for here in offsets]
@@ -233,7 +270,7 @@ def draft_loss(
 
 
 def draft_pass(
-    drafter: FalconDraftModel,
+    drafter: DraftModel,
     features: Tensor,
     embeds: Tensor,
     block_ids: Tensor,

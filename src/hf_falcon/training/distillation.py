@@ -1,14 +1,15 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Distillation of token distributions through a frozen LM head, in chunks."""
+"""Distillation of token distributions, in chunks: through the target's frozen LM head, or a head that is trained."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..core.draft_session import TargetHead
+from ..core.interfaces import DraftHead
 
 # Elements of one chunk of logits: few enough for the caches of a processor, and for a vocabulary of 262k.
 _CHUNK_ELEMENTS = 1 << 21
@@ -23,25 +24,34 @@ def chunk_rows(vocab_size: int) -> int:
 
 class _HeadDistillation(torch.autograd.Function):
     """
-    The gradient with respect to the predictions is computed chunk by chunk in the forward pass, so that only one chunk
-    of logits exists at a time. All passes share the target's distribution of a chunk.
+    The gradient with respect to the states and to the head's parameters is computed chunk by chunk in the forward
+    pass, so that only one chunk of logits exists at a time. All passes share the target's distribution of a chunk.
     """
 
     @staticmethod
-    def forward(ctx: Any, predicted: Tensor, labels: Tensor, head: TargetHead, soft: float) -> tuple[Tensor, Tensor]:
-        gradient = torch.empty_like(predicted)
-        total = predicted.new_zeros((), dtype=torch.float32)
-        ranks = torch.empty(predicted.shape[:2], dtype=torch.int64, device=predicted.device)
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        labels: Tensor,
+        head: DraftHead,
+        label_head: DraftHead,
+        soft: float,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        gradient = torch.empty_like(states)
+        of_parameters = [torch.zeros_like(each) for each in parameters]
+        total = states.new_zeros((), dtype=torch.float32)
+        ranks = torch.empty(states.shape[:2], dtype=torch.int64, device=states.device)
         rows = chunk_rows(head.draft_vocab_size)
         for start in range(0, labels.shape[0], rows):
             chunk = slice(start, start + rows)
-            label_scores = head.logits(labels[chunk]).float().log_softmax(dim=-1)
+            label_scores = label_head.logits(labels[chunk]).float().log_softmax(dim=-1)
             tokens = label_scores.argmax(dim=-1, keepdim=True)
             probabilities = label_scores.exp()
             entropy = -torch.dot(probabilities.flatten(), label_scores.flatten())
-            for index, features in enumerate(predicted[:, chunk]):
+            for index, rows_of_pass in enumerate(states[:, chunk]):
                 with torch.enable_grad():
-                    inputs = features.detach().requires_grad_()
+                    inputs = rows_of_pass.detach().requires_grad_()
                     logits = head.logits(inputs)
                 scores = logits.detach().float().log_softmax(dim=-1)
                 chosen = scores.gather(1, tokens)
@@ -53,30 +63,43 @@ class _HeadDistillation(torch.autograd.Function):
                     # Gradient of the logits: the drafter's distribution minus the mixture that it should have.
                     slope = scores.exp_().sub_(probabilities, alpha=soft)
                     slope.scatter_add_(1, tokens, torch.full_like(chosen, soft - 1))
-                    (gradient[index, chunk],) = torch.autograd.grad(logits, inputs, slope.to(logits.dtype))
-        ctx.save_for_backward(gradient)
+                    found = torch.autograd.grad(logits, (inputs, *parameters), slope.to(logits.dtype))
+                    gradient[index, chunk] = found[0]
+                    for whole, part in zip(of_parameters, found[1:]):
+                        whole += part
+        ctx.save_for_backward(gradient, *of_parameters)
         ctx.mark_non_differentiable(ranks)
         return total / max(1, ranks.numel()), ranks
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * (gradients[0] / max(1, gradient.shape[:2].numel())), None, None, None
+        gradient, *of_parameters = ctx.saved_tensors
+        scale = gradients[0] / max(1, gradient.shape[:2].numel())
+        return gradient * scale, None, None, None, None, *(each * scale for each in of_parameters)
 
 
-def distillation_loss(predicted: Tensor, labels: Tensor, head: TargetHead, soft: float) -> tuple[Tensor, Tensor]:
+def distillation_loss(
+    states: Tensor,
+    labels: Tensor,
+    head: DraftHead,
+    label_head: DraftHead,
+    soft: float,
+    parameters: Sequence[Tensor] = (),
+) -> tuple[Tensor, Tensor]:
     """
-    `soft * KL(p || q) + (1 - soft) * CE(argmax p, q)`; p and q are the distributions of the target's LM head at the
-    true and the predicted features, over the draft vocabulary. Mean over passes and rows (Falcon, equation 9).
+    `soft * KL(p || q) + (1 - soft) * CE(argmax p, q)`; p is the distribution of the target's LM head at the true
+    features, q the drafter's, both over the draft vocabulary. Mean over passes and rows (Falcon, equation 9).
 
     Args:
-        predicted (`torch.Tensor` of shape `(passes, rows, hidden_size)`): predicted features.
+        states (`torch.Tensor` of shape `(passes, rows, state_size)`): the drafter's states, or predicted features.
         labels (`torch.Tensor` of shape `(rows, hidden_size)`): the true features, the same for every pass.
-        head ([`TargetHead`]): the target's LM head.
+        head ([`DraftHead`]): the drafter's head, which may be the target's.
+        label_head ([`DraftHead`]): the target's LM head.
         soft (`float`): share of the KL divergence.
+        parameters (sequence of `torch.Tensor`, *optional*): parameters of `head` that are trained.
 
     Returns:
         The loss (scalar), and the rank of the target's token among the drafter's choices, 0 being the first
         (`torch.LongTensor` of shape `(passes, rows)`).
     """
-    return _HeadDistillation.apply(predicted, labels, head, soft)
+    return _HeadDistillation.apply(states, labels, head, label_head, soft, *parameters)

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..core.drafter import FalconDraftModel
+from ..core.drafter import DraftModel
 
 
 def decoded_tau(
-    target: PreTrainedModel, drafter: FalconDraftModel, prompts: Sequence[Tensor], max_new_tokens: int = 128
+    target: PreTrainedModel, drafter: DraftModel, prompts: Sequence[Tensor], max_new_tokens: int = 128
 ) -> dict[str, float]:
     """
     Decodes prompts greedily, with trees of the drafter's own size in every round and without prompt lookup: the result

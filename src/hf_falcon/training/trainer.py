@@ -33,15 +33,37 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import TrainOutput, get_last_checkpoint
 
 from ..core.draft_options import DraftOptions
-from ..core.draft_session import TargetHead
-from ..core.drafter import FalconDraftModel
+from ..core.drafter import DraftModel
 from .checkpoints import empty, prune, publish, publish_files, scratch_folder
-from .csgd import DistillationWeights, DraftBatch, DraftLoss, check_unrolling, draft_loss, judged_positions
+from .csgd import (
+    DistillationWeights,
+    DraftBatch,
+    DraftLoss,
+    TrainingHeads,
+    check_unrolling,
+    draft_loss,
+    judged_positions,
+)
 from .estimated_tau import TOP, estimated_tau_chain, estimated_tau_tree
 from .features import StoredFeatures, target_features
 from .provenance import PROVENANCE_NAME, provenance
 from .token_file import TokenFile
 
+# The recipe of Falcon, and of drafters with a head of their own (EAGLE-3).
+_DEFAULTS = {
+    "regression_weight": 1.0,
+    "distillation_weight": 0.1,
+    "soft_label_share": 0.9,
+    "feature_noise": 0.1,
+    "unroll_passes": 1,
+}
+_DEFAULTS_WITHOUT_FEATURES = {
+    "regression_weight": 0.0,
+    "distillation_weight": 1.0,
+    "soft_label_share": 1.0,
+    "feature_noise": 0.0,
+    "unroll_passes": 3,
+}
 # The index of a sample that fills up a batch: one token, with nothing to predict.
 FILLER = -1
 
@@ -51,21 +73,23 @@ class FalconTrainingArguments(TrainingArguments):
     """
     Arguments of [`FalconTrainer`]: all of [`~transformers.TrainingArguments`], and
 
-    > Parameters that control the distillation (Falcon, section 3.3)
+    > Parameters that control the distillation (Falcon, section 3.3; EAGLE-3)
 
     Args:
-        regression_weight (`float`, *optional*, defaults to 1.0):
-            Weight of the regression of features.
-        distillation_weight (`float`, *optional*, defaults to 0.1):
-            Weight of the distillation of token distributions (w_dist).
-        soft_label_share (`float`, *optional*, defaults to 0.9):
-            Share of the KL divergence in the distillation; the rest is cross-entropy with the target's token.
-        feature_noise (`float`, *optional*, defaults to 0.1):
-            Uniform noise in (-x, x) on normalised input features.
+        regression_weight (`float`, *optional*):
+            Weight of the regression of features. Defaults to 1.0, for EAGLE-3 to 0: it predicts no features.
+        distillation_weight (`float`, *optional*):
+            Weight of the distillation of token distributions (w_dist). Defaults to 0.1, for EAGLE-3 to 1.0.
+        soft_label_share (`float`, *optional*):
+            Share of the KL divergence in the distillation; the rest is cross-entropy with the target's token. Defaults
+            to 0.9, for EAGLE-3 to 1.0.
+        feature_noise (`float`, *optional*):
+            Uniform noise in (-x, x) on normalised input features. Defaults to 0.1, for EAGLE-3 to 0.
         glancing_ratio (`float`, *optional*, defaults to 0.4):
             Lambda at the start; it falls to 0 at the end. 0 trains without glancing.
-        unroll_passes (`int`, *optional*, defaults to 1):
-            Draft passes unrolled in training. Each reads the features that the pass before predicted.
+        unroll_passes (`int`, *optional*):
+            Draft passes unrolled in training. Each reads what the pass before predicted. Defaults to 1, for EAGLE-3 to
+            3.
 
         eval_passes (`int`, *optional*):
             Draft passes unrolled on held-out samples, each with its own accuracies; `unroll_passes` if left out.
@@ -80,14 +104,24 @@ class FalconTrainingArguments(TrainingArguments):
     learning_rate: float = field(default=3e-5, metadata={"help": "Peak learning rate of AdamW."})
     adam_beta2: float = field(default=0.95, metadata={"help": "Beta2 of AdamW."})
     max_grad_norm: float = field(default=0.5, metadata={"help": "Gradients are clipped to this norm."})
-    regression_weight: float = field(default=1.0, metadata={"help": "Weight of the regression of features."})
-    distillation_weight: float = field(default=0.1, metadata={"help": "Weight of the token distributions."})
-    soft_label_share: float = field(default=0.9, metadata={"help": "Share of the KL divergence in the distillation."})
-    feature_noise: float = field(default=0.1, metadata={"help": "Uniform noise on normalised input features."})
+    regression_weight: float | None = field(
+        default=None, metadata={"help": "Weight of the regression of features (default: 1.0; eagle3: 0)."}
+    )
+    distillation_weight: float | None = field(
+        default=None, metadata={"help": "Weight of the token distributions (default: 0.1; eagle3: 1.0)."}
+    )
+    soft_label_share: float | None = field(
+        default=None, metadata={"help": "Share of the KL divergence in the distillation (default: 0.9; eagle3: 1.0)."}
+    )
+    feature_noise: float | None = field(
+        default=None, metadata={"help": "Uniform noise on normalised input features (default: 0.1; eagle3: 0)."}
+    )
     glancing_ratio: float = field(
         default=0.4, metadata={"help": "Lambda of glancing at the start; it falls to 0 at the end."}
     )
-    unroll_passes: int = field(default=1, metadata={"help": "Draft passes unrolled in training."})
+    unroll_passes: int | None = field(
+        default=None, metadata={"help": "Draft passes unrolled in training (default: 1; eagle3: 3)."}
+    )
     eval_passes: int | None = field(default=None, metadata={"help": "Draft passes unrolled on held-out samples."})
     max_minutes: float | None = field(
         default=None, metadata={"help": "Save and stop after this many minutes; the same command resumes."}
@@ -98,6 +132,27 @@ class FalconTrainingArguments(TrainingArguments):
         if not torch.accelerator.is_available():
             self.use_cpu = True
         super().__post_init__()
+
+    def take_defaults(self, drafter: DraftModel) -> None:
+        """
+        Sets the fields of the distillation that are not given.
+
+        Args:
+            drafter ([`DraftModel`]): the drafter to train.
+
+        Raises:
+            `ValueError`: for a regression or noise of features, if the drafter predicts none.
+        """
+        defaults = _DEFAULTS if drafter.predicts_features else _DEFAULTS_WITHOUT_FEATURES
+        for name, value in defaults.items():
+            if getattr(self, name) is None:
+                setattr(self, name, value)
+        for name in ("regression_weight", "feature_noise"):
+            if getattr(self, name) and not drafter.predicts_features:
+                raise ValueError(
+                    f"`{name}` is {getattr(self, name)}, but a {type(drafter).__name__} predicts no features: leave "
+                    "it out."
+                )
 
 
 class DraftSamples(Dataset):
@@ -182,11 +237,14 @@ class LengthGroupedSampler(Sampler[int]):
 class DraftObjective(nn.Module):
     """The loss as a module, so that accelerate's wrappers (autocast, DDP) see one forward."""
 
-    def __init__(self, drafter: FalconDraftModel, head: TargetHead, args: FalconTrainingArguments):
+    def __init__(self, drafter: DraftModel, heads: TrainingHeads, args: FalconTrainingArguments):
         super().__init__()
         self.drafter = drafter
-        self._head = head
+        self._heads = heads
         self._args = args
+        self._weights = DistillationWeights(
+            args.regression_weight or 0.0, args.distillation_weight or 0.0, args.soft_label_share or 0.0
+        )
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
         self.drafter.gradient_checkpointing_enable(**kwargs)
@@ -199,22 +257,22 @@ class DraftObjective(nn.Module):
         args = self._args
         return draft_loss(
             self.drafter,
-            self._head,
+            self._heads,
             batch,
             generator,
-            DistillationWeights(args.regression_weight, args.distillation_weight, args.soft_label_share),
-            noise=args.feature_noise if self.training else 0.0,
+            self._weights,
+            noise=(args.feature_noise or 0.0) if self.training else 0.0,
             glancing_ratio=glancing_ratio,
-            passes=args.unroll_passes if self.training else args.eval_passes or args.unroll_passes,
+            passes=(None if self.training else args.eval_passes) or args.unroll_passes or 1,
         )
 
 
 class FalconTrainer(Trainer):
     """
-    Trains a drafter by Coupled Sequential Glancing Distillation.
+    Trains a drafter by Coupled Sequential Glancing Distillation, or by EAGLE-3's training-time test.
 
     Args:
-        drafter ([`FalconDraftModel`]): the drafter, in float32.
+        drafter ([`DraftModel`]): the drafter, in float32.
         target ([`PreTrainedModel`]): its target, which is not changed.
         args ([`FalconTrainingArguments`]): the arguments of the run.
         train_dataset, eval_dataset ([`DraftSamples`]): samples to train on, and held-out samples.
@@ -226,14 +284,15 @@ class FalconTrainer(Trainer):
 
     def __init__(
         self,
-        drafter: FalconDraftModel,
+        drafter: DraftModel,
         target: PreTrainedModel,
         args: FalconTrainingArguments,
         train_dataset: DraftSamples,
         eval_dataset: DraftSamples | None = None,
         run_arguments: dict[str, Any] | None = None,
     ):
-        check_unrolling(drafter, args.unroll_passes)
+        args.take_defaults(drafter)
+        check_unrolling(drafter, args.unroll_passes or 1)
         if args.eval_passes is not None:
             check_unrolling(drafter, args.eval_passes, "eval_passes")
         # The batch is a structure of this module: it has no columns for Trainer to drop.
@@ -257,7 +316,7 @@ class FalconTrainer(Trainer):
         # Autocast keeps the casts of trained weights only: it would cast a float32 head for every chunk of logits.
         computed_in = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
         super().__init__(
-            model=DraftObjective(drafter, TargetHead(drafter, target, computed_in), args),
+            model=DraftObjective(drafter, TrainingHeads.of(drafter, target, computed_in), args),
             args=args,
             data_collator=collate,
             train_dataset=train_dataset,
@@ -367,7 +426,7 @@ class FalconTrainer(Trainer):
         nodes = DraftOptions.from_generation_config(self._drafter.generation_config).num_assistant_tokens
         parts["estimated_tau_chain"] = round(estimated_tau_chain(accuracy), 5)
         parts["estimated_tau_tree"] = round(estimated_tau_tree(accuracy, nodes), 5)
-        weights = self.args.regression_weight, self.args.distillation_weight
+        weights = self.args.regression_weight or 0.0, self.args.distillation_weight or 0.0
         parts["loss"] = weights[0] * parts["regression"] + weights[1] * parts["distillation"]
         metrics = {f"{metric_key_prefix}_{name}": value for name, value in parts.items()}
         self.model.train()

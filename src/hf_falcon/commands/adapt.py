@@ -1,0 +1,218 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+`hf-falcon adapt`: continues the training of a drafter on the responses of a fine-tune, or on other prompts, for some
+minutes, and measures before and after.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers.trainer_utils import get_last_checkpoint
+
+from ..core.drafter import DraftModel, FalconDraftModel
+from ..training.dialogues import find_data
+from ..training.final_tau import decoded_tau
+from ..training.prepare import PrepareArguments, prepare
+from ..training.token_file import TokenFile, write_atomically
+from ..training.trainer import DraftSamples, FalconTrainer, FalconTrainingArguments
+from .card import write_card
+from .models import fastest_dtype, load_drafter, load_target, resolve_device
+from .run_arguments import CommandParser
+
+TOKENS_NAME = "tokens.safetensors"
+REPORT_NAME = "adapt.json"
+
+
+@dataclass
+class AdaptArguments:
+    """
+    Arguments of `hf-falcon adapt`.
+
+    > Parameters that control what is trained
+
+    Args:
+        drafter (`str`): drafter to start from: a folder or a name on the Hub, of any method that can be trained.
+        target (`str`, *optional*): the fine-tune that it shall draft for. Defaults to the demo's target.
+        data (`str`): dialogues whose prompts are like those of your use; as in `hf-falcon prepare`.
+        output_dir (`str`): folder of the adapted drafter, of the responses and of checkpoints.
+
+    > Parameters that control how long it takes
+
+    Args:
+        limit (`int`, *optional*, defaults to 256): dialogues that the target responds to.
+        max_new_tokens (`int`, *optional*, defaults to 128): tokens of a response, at most.
+        num_train_epochs (`float`, *optional*, defaults to 2.0): how often training reads the responses.
+        max_minutes (`float`, *optional*): stop the training after this many minutes; the same command resumes.
+
+    > Other parameters
+
+    Args:
+        eval_prompts (`int`, *optional*, defaults to 8):
+            Prompts that are held out, from the end of the data, and decoded before and after.
+        learning_rate (`float`, *optional*, defaults to 3e-4): peak learning rate.
+        batch_size (`int`, *optional*, defaults to 8): dialogues of a training step.
+        seed (`int`, *optional*, defaults to 0): seed of sampled responses and of the training.
+        device (`str`, *optional*): defaults to the first GPU, else the CPU.
+    """
+
+    drafter: str = field(metadata={"help": "Drafter to start from: folder or Hub name."})
+    data: str = field(metadata={"help": "Dialogues with prompts like yours, as in `hf-falcon prepare`."})
+    output_dir: str = field(metadata={"help": "Folder of the adapted drafter, its responses and checkpoints."})
+    target: str | None = field(default=None, metadata={"help": "The fine-tune to draft for: folder or Hub name."})
+    limit: int = field(default=256, metadata={"help": "Dialogues that the target responds to."})
+    max_new_tokens: int = field(default=128, metadata={"help": "Tokens of a response, at most."})
+    num_train_epochs: float = field(default=2.0, metadata={"help": "How often training reads the responses."})
+    max_minutes: float | None = field(
+        default=None, metadata={"help": "Stop training after this many minutes; the same command resumes."}
+    )
+    eval_prompts: int = field(default=8, metadata={"help": "Held-out prompts, decoded before and after."})
+    learning_rate: float = field(default=3e-4, metadata={"help": "Peak learning rate."})
+    batch_size: int = field(default=8, metadata={"help": "Dialogues of a training step."})
+    seed: int = field(default=0, metadata={"help": "Seed of responses and training."})
+    device: str | None = field(default=None, metadata={"help": "Device; by default the first GPU, else the CPU."})
+
+    def __post_init__(self) -> None:
+        for name in ("limit", "max_new_tokens", "eval_prompts", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"`{name}` is {getattr(self, name)}: it must be at least 1.")
+        if self.limit <= self.eval_prompts:
+            raise ValueError(
+                f"`limit` is {self.limit}, and `eval_prompts` holds out {self.eval_prompts} of them: give a higher "
+                "`limit`."
+            )
+
+
+def adapt(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, drafter: DraftModel, arguments: AdaptArguments
+) -> dict[str, Any]:
+    """
+    Adapts a drafter to a target and to prompts, and writes it to `arguments.output_dir`. An interrupted call resumes.
+
+    Args:
+        target ([`PreTrainedModel`]): the target.
+        tokenizer ([`PreTrainedTokenizerBase`]): its tokenizer.
+        drafter ([`DraftModel`]): the drafter to start from, in float32; it is trained in place.
+        arguments ([`AdaptArguments`]): the arguments; names of models are not read.
+
+    Returns:
+        `dict`: "before" and "after", each with "final_tau" and "final_alpha" ([`decoded_tau`]) on the held-out
+        prompts; "after" only if the training is complete.
+
+    Raises:
+        `ValueError`: if the drafter cannot draft for the target; see [`Drafter.check_target`].
+    """
+    drafter.check_target(target)
+    folder = Path(arguments.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    data = prepare(
+        PrepareArguments(
+            data=arguments.data,
+            output=str(folder / TOKENS_NAME),
+            limit=arguments.limit,
+            max_new_tokens=arguments.max_new_tokens,
+            batch_size=min(64, arguments.limit),
+            seed=arguments.seed,
+        ),
+        target,
+        tokenizer,
+    )
+    held_out = min(arguments.eval_prompts, len(data) - 1)
+    prompts = [_prompt(data, index) for index in range(len(data) - held_out, len(data))]
+    report = _read_report(folder)
+    if "before" not in report:
+        report["before"] = decoded_tau(target, drafter, prompts)
+        _write_report(folder, report)
+    drafter.config.name_target(target)
+    trainer = _trainer(target, drafter, data, held_out, arguments)
+    trainer.train(resume_from_checkpoint=get_last_checkpoint(arguments.output_dir))
+    trainer.save_model()
+    trainer.save_state()
+    if isinstance(drafter, FalconDraftModel):
+        write_card(drafter.config, folder)
+    if trainer.state.global_step >= trainer.state.max_steps:
+        report["after"] = decoded_tau(target, drafter, prompts)
+        _write_report(folder, report)
+    return report
+
+
+def _prompt(data: TokenFile, index: int) -> torch.Tensor:
+    token_ids, length = data.sample(index)
+    return token_ids[:length]
+
+
+def _trainer(
+    target: PreTrainedModel, drafter: DraftModel, data: TokenFile, held_out: int, arguments: AdaptArguments
+) -> FalconTrainer:
+    # A drafter with an LSTM reads its rows one after another, and cannot be unrolled.
+    unrolls = getattr(drafter.config, "num_lstm_layers", 0) == 0
+    args = FalconTrainingArguments(
+        output_dir=arguments.output_dir,
+        num_train_epochs=arguments.num_train_epochs,
+        max_minutes=arguments.max_minutes,
+        learning_rate=arguments.learning_rate,
+        per_device_train_batch_size=arguments.batch_size,
+        warmup_steps=5,
+        # Token distributions count more than features: the drafter predicts features already.
+        distillation_weight=1.0,
+        unroll_passes=3 if unrolls else 1,
+        bf16=fastest_dtype(target.device) == torch.bfloat16,
+        use_cpu=target.device.type == "cpu",
+        save_steps=20,
+        save_total_limit=1,
+        logging_steps=10,
+        report_to=[],
+        seed=arguments.seed,
+    )
+    samples = DraftSamples(data, list(range(len(data) - held_out)), max_length=1024)
+    run = {"drafter": arguments.drafter, "target": arguments.target, "data": arguments.data}
+    return FalconTrainer(drafter, target, args, samples, run_arguments=run)
+
+
+def _read_report(folder: Path) -> dict[str, Any]:
+    file = folder / REPORT_NAME
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+
+
+def _write_report(folder: Path, report: dict[str, Any]) -> None:
+    write_atomically(folder / REPORT_NAME, (json.dumps(report, indent=2) + "\n").encode())
+
+
+def main(argv: list[str]) -> int:
+    """Runs `hf-falcon adapt`."""
+    parser = CommandParser([AdaptArguments], prog="hf-falcon adapt", description=__doc__)
+    (arguments,) = parser.parse_args_into_dataclasses(args=argv)
+    # A missing file is reported before models are downloaded and loaded.
+    find_data(arguments.data)
+    if os.path.isdir(arguments.drafter) and os.path.samefile(
+        arguments.drafter, Path(arguments.output_dir) if os.path.isdir(arguments.output_dir) else "."
+    ):
+        raise ValueError(
+            f"`output_dir` is {arguments.output_dir!r}, the folder of the drafter itself: give another one."
+        )
+    set_seed(arguments.seed)
+    device = resolve_device(arguments.device)
+    target, tokenizer = load_target(arguments.target, device=device)
+    drafter = load_drafter(arguments.drafter, torch.float32, device)
+    report = adapt(target, tokenizer, drafter, arguments)
+    before, after = report["before"], report.get("after")
+    if after is None:
+        print("The training is not complete: the same command resumes it.")
+        return 0
+    if not before:
+        # Decoding warned why the target is decoded plainly.
+        return 0
+    print(
+        f"{arguments.eval_prompts} held-out prompts: {1 + before['final_tau']:.2f} tokens a round before, "
+        f"{1 + after['final_tau']:.2f} after (tau {before['final_tau']:.2f} and {after['final_tau']:.2f})"
+    )
+    if after["final_tau"] <= before["final_tau"]:
+        print("Nothing was gained: give more dialogues (`limit`) that are like your use, or keep the old drafter.")
+    print(f"The adapted drafter is in {arguments.output_dir}")
+    return 0
