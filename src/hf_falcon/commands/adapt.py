@@ -28,6 +28,8 @@ from .run_arguments import CommandParser
 
 TOKENS_NAME = "tokens.safetensors"
 REPORT_NAME = "adapt.json"
+# Tokens of a prompt; dialogues with a longer one are dropped.
+_LONGEST_PROMPT = 512
 
 
 @dataclass
@@ -111,11 +113,13 @@ def adapt(
     drafter.check_target(target)
     folder = Path(arguments.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
+    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or _LONGEST_PROMPT
     data = prepare(
         PrepareArguments(
             data=arguments.data,
             output=str(folder / TOKENS_NAME),
             limit=arguments.limit,
+            max_prompt_tokens=max(1, min(_LONGEST_PROMPT, context - arguments.max_new_tokens)),
             max_new_tokens=arguments.max_new_tokens,
             batch_size=min(64, arguments.limit),
             seed=arguments.seed,
@@ -190,9 +194,7 @@ def main(argv: list[str]) -> int:
     (arguments,) = parser.parse_args_into_dataclasses(args=argv)
     # A missing file is reported before models are downloaded and loaded.
     find_data(arguments.data)
-    if os.path.isdir(arguments.drafter) and os.path.samefile(
-        arguments.drafter, Path(arguments.output_dir) if os.path.isdir(arguments.output_dir) else "."
-    ):
+    if os.path.isdir(arguments.drafter) and Path(arguments.drafter).resolve() == Path(arguments.output_dir).resolve():
         raise ValueError(
             f"`output_dir` is {arguments.output_dir!r}, the folder of the drafter itself: give another one."
         )

@@ -11,6 +11,8 @@ COMMANDS = {
     "demo": "generate the same text with and without a drafter, and compare",
     "prepare": "turn dialogues into the token file that a drafter is trained on",
     "train": "train a drafter for a target",
+    "adapt": "continue the training of a drafter on a fine-tune's own responses, for some minutes",
+    "export": "write an EAGLE-3 drafter in the layout that serving engines read",
     "evaluate": "measure how many draft tokens a target accepts, on files of prompts",
     "tune": "measure the cost of a round on this machine, and predict the gain of trees of each size",
     "bench": "measure the speed-up of a drafter and of other decoding methods",

@@ -1,0 +1,112 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""`hf-falcon adapt`: it continues the training of any drafter on another target's own responses, and resumes."""
+
+import json
+
+import pytest
+import torch
+from tiny_models import new_target, tiny_drafter, tiny_target, tiny_tokenizer
+from transformers import TrainerCallback
+
+from hf_falcon import AutoDrafter
+from hf_falcon.commands import adapt as command
+from hf_falcon.commands import main as entry
+from hf_falcon.core.checkpoint_files import weights_fingerprint
+from hf_falcon.drafters.eagle3 import Eagle3DraftModel
+from hf_falcon.drafters.eagle3_config import Eagle3DraftConfig
+
+
+def eagle3():
+    torch.manual_seed(0)
+    return Eagle3DraftModel(Eagle3DraftConfig.from_target(tiny_target()))
+
+
+DRAFTERS = {
+    "falcon": lambda: tiny_drafter(tiny_target(), block_size=1),
+    "paper": lambda: tiny_drafter(tiny_target(), block_size=2, num_lstm_layers=1),
+    "eagle3": eagle3,
+}
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A fine-tune of the drafters' target, and dialogues."""
+    folder = tmp_path_factory.mktemp("adapt")
+    target = new_target("llama")
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.mul_(1.05)
+    target.save_pretrained(folder / "finetune")
+    tiny_tokenizer().save_pretrained(folder / "finetune")
+    dialogues = [{"messages": [{"role": "user", "content": f"abc{i}def"}]} for i in range(20)]
+    (folder / "dialogues.jsonl").write_text("".join(json.dumps(each) + "\n" for each in dialogues))
+    return folder
+
+
+def words(workplace, drafter, output, **more):
+    given = {"drafter": drafter, "target": workplace / "finetune", "data": workplace / "dialogues.jsonl"}
+    given |= {"output_dir": output, "max_new_tokens": 12, "eval_prompts": 3, "batch_size": 4, "device": "cpu", **more}
+    return ["adapt", *(word for name, value in given.items() for word in (f"--{name}", str(value)))]
+
+
+@pytest.mark.parametrize("method", DRAFTERS)
+def test_a_drafter_is_adapted(workplace, tmp_path, capsys, method):
+    DRAFTERS[method]().save_pretrained(tmp_path / "old")
+    output = tmp_path / "new"
+    assert entry.main(words(workplace, tmp_path / "old", output, num_train_epochs=1)) == 0
+    text = capsys.readouterr().out
+    assert "3 held-out prompts" in text and str(output) in text
+    report = json.loads((output / "adapt.json").read_text())
+    assert report.keys() == {"before", "after"} and report["after"]["final_tau"] >= 0
+
+    old, new = AutoDrafter.from_pretrained(tmp_path / "old"), AutoDrafter.from_pretrained(output)
+    assert any(not torch.equal(a, b) for a, b in zip(old.parameters(), new.parameters()))
+    target = new_target("llama").from_pretrained(workplace / "finetune")
+    assert new.config.target_fingerprint == weights_fingerprint(target) != old.config.target_fingerprint
+    assert new.config.target_name_or_path == str(workplace / "finetune")
+    inputs = torch.randint(3, 60, (1, 9))
+    expected = target.generate(inputs, do_sample=False, max_new_tokens=20)
+    found = target.generate(inputs, do_sample=False, max_new_tokens=20, assistant_model=new)
+    assert torch.equal(found, expected)
+
+
+class Interrupts(TrainerCallback):
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = True
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def test_an_interrupted_run_resumes(workplace, tmp_path, monkeypatch, capsys):
+    DRAFTERS["falcon"]().save_pretrained(tmp_path / "old")
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    assert entry.main(words(workplace, tmp_path / "old", whole, num_train_epochs=1)) == 0
+    make, measured = command._trainer, []
+    tau = command.decoded_tau
+
+    def interrupted(*args):
+        trainer = make(*args)
+        trainer.add_callback(Interrupts())
+        trainer.args.save_steps = 1
+        return trainer
+
+    monkeypatch.setattr(command, "_trainer", interrupted)
+    monkeypatch.setattr(command, "decoded_tau", lambda *args: measured.append(None) or tau(*args))
+    assert entry.main(words(workplace, tmp_path / "old", pieces, num_train_epochs=1)) == 130
+    monkeypatch.setattr(command, "_trainer", make)
+    assert entry.main(words(workplace, tmp_path / "old", pieces, num_train_epochs=1)) == 0
+    # Before the training once, although there were two runs; and after it.
+    assert len(measured) == 2
+    found, expected = (AutoDrafter.from_pretrained(each).state_dict() for each in (pieces, whole))
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, msg=name)
+
+
+def test_refusals(workplace, tmp_path, capsys):
+    DRAFTERS["falcon"]().save_pretrained(tmp_path / "old")
+    assert entry.main(words(workplace, tmp_path / "old", tmp_path / "old")) == 1
+    assert "the folder of the drafter itself" in capsys.readouterr().err
+    assert entry.main(words(workplace, tmp_path / "old", tmp_path / "new", limit=3)) == 1
+    assert "`limit` is 3" in capsys.readouterr().err
+    assert entry.main(words(workplace, tmp_path / "old", tmp_path / "new", data=tmp_path / "missing.jsonl")) == 1
+    assert "missing.jsonl" in capsys.readouterr().err
