@@ -12,8 +12,8 @@ from training_runs import WEIGHTS, arguments, draft_batch, seeded, token_file, t
 
 from hf_falcon import FalconDraftConfig, FalconDraftModel
 from hf_falcon.commands import plan, train
-from hf_falcon.core.draft_session import TargetHead
 from hf_falcon.training.csgd import (
+    TrainingHeads,
     draft_loss,
 )
 from hf_falcon.training.token_file import TokenFile
@@ -89,7 +89,7 @@ def test_planned_activations(lstm_layers, layers, passes):
     lengths = (64, 64, 64)
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         batch = draft_batch(target, lengths, prompts=(1, 1, 1))
-        result = draft_loss(drafter, TargetHead(drafter, target), batch, seeded(), WEIGHTS, passes=passes)
+        result = draft_loss(drafter, TrainingHeads.of(drafter, target), batch, seeded(), WEIGHTS, passes=passes)
     planned = plan.activation_bytes(drafter.config, len(lengths), lengths[0], passes)
     assert result.loss.requires_grad and planned == pytest.approx(sum(size for size, _ in kept.values()), rel=0.15)
 
@@ -113,7 +113,7 @@ def test_planned_work(workplace, tmp_path, capsys, block_size, passes):
     with FlopCounterMode(display=False) as counter:
         batch = draft_batch(target, lengths=(24,) * 4, prompts=(8,) * 4)
         read = counter.get_total_flops()
-        head = TargetHead(drafter, target)
+        head = TrainingHeads.of(drafter, target)
         draft_loss(drafter, head, batch, seeded(), WEIGHTS, glancing_ratio=0.4, passes=passes).loss.backward()
     assert float(work) == pytest.approx(counter.get_total_flops(), rel=0.1)
     assert int(share) == pytest.approx(100 * read / counter.get_total_flops(), rel=0.1)

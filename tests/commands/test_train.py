@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from tiny_models import VOCAB, tiny_target
 from training_runs import arguments
 
-from hf_falcon import FalconDraftModel
+from hf_falcon import AutoDrafter, FalconDraftModel
 from hf_falcon.commands import main as entry
 from hf_falcon.commands import train
 from hf_falcon.commands.train import frequent_tokens
@@ -142,7 +142,7 @@ def get_last_step(folder) -> int:
     "changes, message",
     [
         ({"block_size": 0}, "`block_size` is 0"),
-        ({"architecture": "medusa"}, "`architecture` is 'medusa': choose one of falcon, medusa_like"),
+        ({"architecture": "medusa"}, "`architecture` is 'medusa': choose one of falcon, eagle3, medusa_like"),
         ({"draft_vocab_size": 65}, "`draft_vocab_size` is 65: set it between 1 and `vocab_size` (64)"),
         ({"max_length": 4}, "`max_length` (4) tokens: raise it"),
         ({"unroll_passes": 2}, "Set `unroll_passes=1` or `num_lstm_layers=0`"),
@@ -165,3 +165,38 @@ def test_wrong_arguments(workplace, tmp_path, capsys, monkeypatch, changes, mess
     # A progress bar may stand around it.
     error = capsys.readouterr().err
     assert "hf-falcon train: error: " in error and message in error and "Traceback" not in error
+
+
+EAGLE3 = {"architecture": "eagle3", "block_size": 1, "num_lstm_layers": 0, "draft_vocab_size": 20, "eval_samples": 2}
+
+
+def test_train_eagle3(workplace, tmp_path, capsys):
+    """In one run, and in pieces of one step."""
+    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
+    assert train.main(arguments(workplace, whole, final_tau_prompts=1, **EAGLE3)) == 0
+    assert "tokens a round" in capsys.readouterr().out
+    for _ in range(3):
+        assert train.main(arguments(workplace, pieces, max_minutes=1e-6, **EAGLE3)) == 0
+    config = json.loads((whole / "config.json").read_text())
+    assert config["speculators_model_type"] == "eagle3"
+    assert config["transformer_layer_config"]["num_hidden_layers"] == 1
+    assert config["eagle_aux_hidden_state_layer_ids"] and config["target_fingerprint"]
+    drafter, other = AutoDrafter.from_pretrained(whole), AutoDrafter.from_pretrained(pieces)
+    data = TokenFile.load(workplace / "tokens.safetensors")
+    assert torch.equal(drafter.draft_vocab_ids, frequent_tokens(data, VOCAB, 20)[0])
+    for name, tensor in drafter.state_dict().items():
+        torch.testing.assert_close(other.state_dict()[name], tensor, msg=name)
+    # The head is its own: it starts from the target's, and learns.
+    rows = tiny_target().get_output_embeddings().weight[drafter.draft_vocab_ids]
+    assert not torch.equal(drafter.lm_head.weight, rows)
+
+    more = tmp_path / "more"
+    options = {**EAGLE3, "init_from": whole, "feature_layers": 1}
+    assert train.main(arguments(workplace, more, **options)) == 0
+    assert AutoDrafter.from_pretrained(more).config.feature_layers == drafter.config.feature_layers
+
+
+@pytest.mark.parametrize("name, value", [("regression_weight", 1.0), ("feature_noise", 0.1), ("block_size", 2)])
+def test_what_eagle3_does_not_have(workplace, tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"`{name}` is {value}.* leave it out"):
+        train.main(arguments(workplace, tmp_path / "drafter", **{**EAGLE3, name: value}))

@@ -8,7 +8,7 @@ commands:
     python tests/support/check_export.py write DRAFTER TARGET logits.safetensors
     ENVIRONMENT/bin/python tests/support/check_export.py compare EXPORTED logits.safetensors
 
-TARGET is a folder. The second command prints the largest difference of each pass, and ends with 1 if one is above 1e-4.
+TARGET is a folder. The last command prints the largest difference of each pass, and ends with 1 if one exceeds 1e-4.
 """
 
 from __future__ import annotations
