@@ -93,7 +93,7 @@ def test_versions_agree():
 # As where no extra is installed.
 WITHOUT_EXTRAS = """
 import sys
-for name in ("datasets", "gguf", "matplotlib", "tensorboard"):
+for name in ("datasets", "fastapi", "gguf", "matplotlib", "openai", "tensorboard", "uvicorn"):
     sys.modules[name] = None
 """
 

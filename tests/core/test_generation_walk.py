@@ -445,9 +445,9 @@ def every_row() -> list[Any]:
     found = [each.values for table in (ASSISTED, others, PLAIN, REFUSED) for each in rows(table)]
     # Continuous batching takes long to start; see the tests of attached drafters.
     found = [values for values in found if values[1].message != "assistant_model"]
-    marks = [[] if place % 8 == 0 else [pytest.mark.slow] for place in range(len(found))]
     return [
-        pytest.param(*each, marks=mark, id=f"{place}-{each[0]}") for place, (each, mark) in enumerate(zip(found, marks))
+        pytest.param(*values, id=f"{place}-{values[0]}", marks=[pytest.mark.slow] if place % 8 else [])
+        for place, values in enumerate(found)
     ]
 
 

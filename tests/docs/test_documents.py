@@ -26,7 +26,7 @@ from utilities import edit
 import hf_falcon
 from hf_falcon import FalconDraftModel
 from hf_falcon.commands import main as entry
-from hf_falcon.commands import models, train
+from hf_falcon.commands import models, serving, train
 from hf_falcon.commands.run_arguments import parse_run
 
 ROOT = Path(__file__).parents[2]
@@ -410,9 +410,29 @@ def alone(saved, tmp_path, warnings_given):
     tiny_drafter(tiny_target("llama")).generate(prompt(5))
 
 
+def attached_to_a_wrapper(saved, tmp_path, warnings_given):
+    target = tiny_target("llama")
+    hf_falcon.attach(torch.nn.DataParallel(target), tiny_drafter(target))
+
+
+def attached_another_model(saved, tmp_path, warnings_given):
+    hf_falcon.attach(tiny_target("llama"), saved / "target")
+
+
+def served_without_the_extra(saved, tmp_path, warnings_given):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(serving, "find_spec", lambda name: None)
+        serving.check_packages()
+
+
+def served_by_another_version(saved, tmp_path, warnings_given):
+    serving.serving_name("server", "name_of_no_version")
+
+
 MISTAKES = [of_another_architecture, of_other_weights, of_another_width, with_another_config, with_damaged_weights]
 MISTAKES += [without_trust, of_a_newer_format, without_the_demo_target, with_an_adapter, without_a_compiler]
 MISTAKES += [training_packed, as_a_language_model, with_a_file_of_another, alone]
+MISTAKES += [attached_to_a_wrapper, attached_another_model, served_without_the_extra, served_by_another_version]
 
 
 def messages() -> list[str]:

@@ -14,6 +14,7 @@ COMMANDS = {
     "adapt": "continue the training of a drafter on a fine-tune's own responses, for some minutes",
     "export": "write an EAGLE-3 drafter in the layout that serving engines read",
     "evaluate": "measure how many draft tokens a target accepts, on files of prompts",
+    "doctor": "find out why few draft tokens are accepted, and what to do",
     "tune": "measure the cost of a round on this machine, and predict the gain of trees of each size",
     "bench": "measure the speed-up of a drafter and of other decoding methods",
     "generate": "generate a text with a drafter",

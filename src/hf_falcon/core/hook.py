@@ -122,18 +122,18 @@ def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike
 
     Args:
         target ([`PreTrainedModel`]): the target.
-        drafter ([`FalconDraftModel`], `str` or `os.PathLike`):
+        drafter ([`DraftModel`], `str` or `os.PathLike`):
             The drafter, its name on the Hub or its folder. By name it is loaded at once, in the target's dtype and on
             its device.
 
     Raises:
-        `TypeError`: if the target is not a transformers model that generates, or the drafter is not a Falcon drafter.
+        `TypeError`: if the target is not a transformers model that generates, or the drafter is another model.
         `ValueError`: if the drafter was made for another target.
     """
     if not isinstance(target, PreTrainedModel) or not isinstance(target, GenerationMixin):
         raise TypeError(
-            f"`target` is a {type(target).__name__}: give the transformers model whose `generate` is called, such as a "
-            "`LlamaForCausalLM`, without a wrapper."
+            f"`target` is a {type(target).__name__}: give the transformers model whose `generate` is called, such as "
+            "a `LlamaForCausalLM`, without a wrapper."
         )
     given = drafter
     if isinstance(drafter, (str, os.PathLike)):
@@ -141,7 +141,8 @@ def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike
     if not _is_drafter(drafter):
         found = repr(str(given)) if isinstance(given, (str, os.PathLike)) else f"a {type(given).__name__}"
         raise TypeError(
-            f"`drafter` is {found}, not a Falcon drafter: give a `FalconDraftModel`, or its name or folder."
+            f"`drafter` is {found}, not a drafter of hf_falcon: give a drafter, such as a `FalconDraftModel`, or the "
+            "name or the folder of one."
         )
     # Drafters whose code is older have no such method, and are checked by the first call that drafts.
     check_target = getattr(drafter, "check_target", None)

@@ -1,0 +1,86 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+`hf-falcon serve`: serves a target with its drafter by OpenAI's interface, with transformers' own server: chat
+completions, completions and responses, also streamed. Ctrl-C ends it. There are no users or passwords: listen on
+127.0.0.1 only, or behind a proxy that has them.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+import sys
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+
+from ..core.hook import attach
+from .generate import ModelArguments
+from .models import TARGET_NAME
+from .run_arguments import CommandParser
+from .serving import TargetServer, check_packages
+
+
+@dataclass
+class ServeArguments(ModelArguments):
+    """Arguments of `hf-falcon serve`; `help` describes each."""
+
+    host: str = field(default="127.0.0.1", metadata={"help": "Address to listen on."})
+    port: int = field(default=8000, metadata={"help": "Port to listen on; 0 takes a free one."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.port < 2**16:
+            raise ValueError(f"`port` is {self.port}; give 0 (a free port) to {2**16 - 1}.")
+
+    def listen(self) -> socket.socket:
+        """
+        A socket at the address.
+
+        Raises:
+            `OSError`: naming the fields, the reason and the remedy.
+        """
+        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
+        try:
+            return socket.create_server((self.host, self.port), family=family)
+        except OSError as error:
+            raise OSError(
+                f"Cannot listen on `host` {self.host!r}, `port` {self.port} ({error.strerror}): give others."
+            ) from error
+
+
+def example_request(address: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A command line that asks the server at `address`."""
+    question, path = "Why is the sky blue?", "completions"
+    body: dict = {"prompt": question}
+    if tokenizer.chat_template is not None:
+        path, body = "chat/completions", {"messages": [{"role": "user", "content": question}]}
+    words = ["curl", f"{address}/{path}", "-H", "Content-Type: application/json", "-d"]
+    return shlex.join([*words, json.dumps({**body, "max_tokens": 64, "stream": True})])
+
+
+def main(argv: list[str]) -> int:
+    """Runs `hf-falcon serve`."""
+    parser = CommandParser(ServeArguments, prog="hf-falcon serve", description=__doc__)
+    arguments = ServeArguments(**vars(parser.parse_args(argv)))
+    # Before the models are loaded.
+    check_packages()
+    with arguments.listen() as listener:
+        target, tokenizer, drafter = arguments.load()
+        name = arguments.target or TARGET_NAME
+        server = TargetServer(target, tokenizer, name)
+        if drafter is not None:
+            attach(target, drafter)
+            # The first call of a drafter that may write some tokens measures the machine.
+            server.generate(**tokenizer("Hello", return_tensors="pt").to(target.device), max_new_tokens=64)
+        host, port = listener.getsockname()[:2]
+        address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+        with_drafter = "without a drafter" if drafter is None else f"with the drafter {drafter.name_or_path}"
+        try:
+            print(f"{name} {with_drafter}: {address}")
+            print(f"Try it: {example_request(address, tokenizer)}", flush=True)
+            server.run(listener)
+        except KeyboardInterrupt:
+            print("\nStopped.", file=sys.stderr)
+    return 0

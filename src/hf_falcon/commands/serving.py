@@ -1,0 +1,245 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+transformers' own server, for one target that is loaded already.
+
+This is the only file that uses `transformers.cli.serving`, whose classes are not documented: its server takes no model
+that is loaded already. If a version of transformers lacks a name, `serving_name` raises an error that names it; where
+that is not so, a comment says what happens.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+import socket
+import threading
+import time
+from concurrent.futures import wait
+from importlib.util import find_spec
+from operator import attrgetter
+from typing import Any
+
+import transformers
+from jinja2 import TemplateError
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from .generate import check_sampling
+
+logger = logging.get_logger(__name__)
+
+# What the extra `serve` installs.
+_PACKAGES = ("fastapi", "openai", "uvicorn")
+# The endpoints: the argument of `build_server`, and the module and the class of its handler.
+_HANDLERS = {
+    "chat_handler": ("chat_completion", "ChatCompletionHandler"),
+    "completion_handler": ("completion", "CompletionHandler"),
+    "response_handler": ("response", "ResponseHandler"),
+}
+# Errors of a request's fields. transformers' server checks their names only.
+_MISTAKES = (ValueError, TypeError, LookupError, AttributeError, TemplateError)
+# Seconds that answers get to end in once the server stops.
+_GRACE = 5
+
+
+class TargetServer:
+    """
+    A server for one target, with OpenAI's chat completions, completions and responses. It calls `target.generate`, in
+    a thread of its own and for one request at a time, and so drafts with an attached drafter.
+
+    Args:
+        target ([`PreTrainedModel`]): the target.
+        tokenizer ([`PreTrainedTokenizerBase`]): its tokenizer.
+        name (`str`): the name that requests may give as `model`.
+
+    Attributes:
+        app (`fastapi.FastAPI`): the application.
+
+    Raises:
+        `ImportError`: if packages are not installed.
+        `RuntimeError`: if this version of transformers has no such server.
+    """
+
+    def __init__(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str):
+        check_packages()
+        self._target = target
+        self._stopping = threading.Event()
+        self._server: Any = None
+        manager = _model_manager(target, tokenizer, name)
+        serving_name("utils", "GenerateManager.submit")
+        # Requests run by `generate`, not by continuous batching, which bypasses it and drafts nothing.
+        state = serving_name("utils", "GenerationState")(continuous_batching=False)
+        self._thread = state.get_manager(manager.process_model_name(name))
+        handlers = {argument: _handler(serving_name(*where))(manager, state) for argument, where in _HANDLERS.items()}
+        self.app = _build_app(manager, state, handlers)
+        for mistake in (_http_error(), *_MISTAKES):
+            self.app.add_exception_handler(mistake, _refuse)
+
+    def generate(self, **arguments: Any) -> Any:
+        """`target.generate(**arguments)` in the thread of the requests: some backends keep a state for each thread."""
+        return self._thread.submit(self._target.generate, **arguments).result()
+
+    def run(self, listener: socket.socket) -> None:
+        """
+        Serves until `stop`, or until Ctrl-C, which raises `KeyboardInterrupt` after the answers have ended.
+
+        Args:
+            listener (`socket.socket`): accepts the connections.
+        """
+        import uvicorn
+
+        # At its end, transformers' server would unload the models that it has loaded.
+        config = uvicorn.Config(self.app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_GRACE)
+        self._server = uvicorn.Server(config)
+        # A handler of signals: running answers end at once.
+        handle_exit = self._server.handle_exit
+
+        def end_answers(*signal: Any) -> None:
+            self._stopping.set()
+            handle_exit(*signal)
+
+        self._server.handle_exit = end_answers
+        hook = self._target.register_forward_pre_hook(self._end_answer)
+        try:
+            self._server.run(sockets=[listener])
+        finally:
+            self._stopping.set()
+            # Python must not end while the thread, which it does not wait for, is inside torch.
+            wait([self._thread.submit(lambda: None)], timeout=_GRACE)
+            hook.remove()
+
+    def stop(self) -> None:
+        """Ends running answers, and then `run`, which another thread is in."""
+        self._stopping.set()
+        if self._server is not None:
+            self._server.should_exit = True
+
+    def _end_answer(self, *_: Any) -> None:
+        """A forward hook of the target: the thread of an answer cannot be ended from outside."""
+        if self._stopping.is_set():
+            raise _http_error()(status_code=503, detail="The server stops.")
+
+
+def check_packages() -> None:
+    """
+    Raises:
+        `ImportError`: if packages that the server needs are not installed, with the remedy.
+    """
+    missing = [f"`{package}`" for package in _PACKAGES if find_spec(package) is None]
+    if missing:
+        raise ImportError(f"The server needs {', '.join(missing)}: run `pip install 'hf-falcon[serve]'`.")
+
+
+def serving_name(module: str, name: str) -> Any:
+    """
+    Looks up a name of transformers' server.
+
+    Args:
+        module (`str`): a module of `transformers.cli.serving`.
+        name (`str`): a name in it, or with a dot the method of a class.
+
+    Raises:
+        `RuntimeError`: if this version of transformers lacks it, with the remedy.
+    """
+    full = f"transformers.cli.serving.{module}"
+    try:
+        return attrgetter(name)(importlib.import_module(full))
+    except (ImportError, AttributeError):
+        raise RuntimeError(
+            f"transformers {transformers.__version__} has no `{full}.{name}`, which `hf-falcon serve` needs: install "
+            "a newer hf_falcon, or an older transformers (5.17 or later)."
+        ) from None
+
+
+def _model_manager(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str) -> Any:
+    """What gives the server its models: always this one. If requests ask for another, the server refuses them."""
+    # Under another name, the server would load the target a second time, and without the drafter.
+    serving_name("model_manager", "ModelManager.load_model_and_processor")
+    kind: Any = serving_name("model_manager", "ModelManager")
+
+    class OneModel(kind):
+        def load_model_and_processor(self, model_id: str, progress_callback: Any = None, **_: Any) -> tuple[Any, Any]:
+            if model_id != self.process_model_name(name):
+                raise ValueError(f"`model` is {model_id!r}: this server has {name!r} only.")
+            if progress_callback is not None:
+                progress_callback({"status": "ready", "model": model_id, "cached": True})
+            return target, tokenizer
+
+        # If a release renames it, `/v1/models` lists the models of the Hub's cache.
+        def get_gen_models(self) -> list[dict[str, Any]]:
+            owner = name.partition("/")[0] if "/" in name else ""
+            return [{"id": name, "object": "model", "created": created, "owned_by": owner}]
+
+    created = int(time.time())
+    manager = OneModel()
+    # Set afterwards: the constructor would load the model. If a release renames it, requests must name the model.
+    manager.force_model = name
+    return manager
+
+
+def _handler(kind: Any) -> Any:
+    """The class of an endpoint's handler, which prepares requests as the other commands do."""
+
+    class Handler(kind):
+        # Private in transformers. If a release renames it, a temperature has an effect only if the target's own
+        # configuration samples, and some wrong values are found only in the middle of a streamed answer.
+        def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            config = super()._build_generation_config(body, *args, **kwargs)
+            given = [name for name in ("temperature", "top_p") if body.get(name) is not None]
+            check_sampling(*(getattr(config, name) if name in given else None for name in ("temperature", "top_p")))
+            if given:
+                config.do_sample = config.temperature != 0
+            if not config.do_sample:
+                # transformers would warn that they have no effect.
+                config.temperature = config.top_p = None
+            if config.max_new_tokens is not None and config.max_new_tokens < 1:
+                raise ValueError(f"The limit of new tokens is {config.max_new_tokens}; give 1 or more.")
+            return config
+
+    return Handler
+
+
+def _http_error() -> Any:
+    """The class of errors that are answers to requests. FastAPI's own, which transformers raises, is a subclass."""
+    from starlette.exceptions import HTTPException
+
+    return HTTPException
+
+
+class _NotServed:
+    """The handler of endpoints that a target for text has no use for, such as transcriptions."""
+
+    async def handle_request(self, *_: Any) -> Any:
+        raise _http_error()(
+            status_code=404, detail="This server has chat completions, completions and responses only."
+        )
+
+
+def _build_app(manager: Any, state: Any, handlers: dict[str, Any]) -> Any:
+    """
+    Raises:
+        `RuntimeError`: if transformers builds its server in another way.
+    """
+    build = serving_name("server", "build_server")
+    # Transcriptions, decisions, and what later versions add.
+    names = [name for name in inspect.signature(build).parameters if name.endswith("_handler")]
+    others = {name: _NotServed() for name in names if name not in handlers}
+    try:
+        return build(manager, generation_state=state, **handlers, **others)
+    except TypeError as error:
+        raise RuntimeError(
+            f"transformers {transformers.__version__} builds its server in another way ({error}): install a newer "
+            "hf_falcon, or an older transformers (5.17 or later)."
+        ) from error
+
+
+async def _refuse(request: Any, error: Exception) -> Any:
+    """The answer to a request that is refused, in the form that OpenAI's client reads."""
+    from fastapi.responses import JSONResponse
+
+    text = getattr(
+        error, "detail", str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    )
+    logger.warning(f"[Request refused] {text}", exc_info=os.environ.get("HF_FALCON_DEBUG") == "1")
+    return JSONResponse({"error": {"message": text}}, status_code=getattr(error, "status_code", 400))

@@ -1,0 +1,312 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""`hf-falcon serve`: its answers are the target's own, drafted; requests that it refuses; how it ends."""
+
+import concurrent.futures
+import http.client
+import importlib.util
+import json
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+import transformers
+from serving import chat_tokenizer, needs_the_extra, running
+from tiny_models import new_target, tiny_drafter
+
+import hf_falcon
+from hf_falcon import FalconDraftModel
+from hf_falcon.commands import main as entry
+from hf_falcon.commands import serve, serving
+
+needs_the_extra()
+NAME = "user/tiny"
+CHAT = [{"role": "user", "content": "abc"}]
+TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def target():
+    return new_target("llama")
+
+
+@pytest.fixture(scope="module")
+def drafter(target):
+    return tiny_drafter(target)
+
+
+@pytest.fixture(params=["drafted", "plain"])
+def way(request, target, drafter):
+    if request.param == "drafted":
+        hf_falcon.attach(target, drafter)
+    yield request.param
+    hf_falcon.detach(target)
+
+
+@pytest.fixture(scope="module")
+def address(target):
+    with running(serving.TargetServer(target, chat_tokenizer(), NAME)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def client(address):
+    from openai import OpenAI
+
+    with OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0, timeout=60) as found:
+        yield found
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Draft passes, and the threads that ran them."""
+    found = []
+    run_layers = FalconDraftModel.run_layers
+
+    def count(self, *args, **kwargs):
+        found.append(threading.get_ident())
+        return run_layers(self, *args, **kwargs)
+
+    monkeypatch.setattr(FalconDraftModel, "run_layers", count)
+    return found
+
+
+def plain_text(target, prompt, seed=None):
+    """What the target itself writes after a prompt, greedy or sampled."""
+    tokenizer = chat_tokenizer()
+    if not isinstance(prompt, str):
+        prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+    inputs = tokenizer(prompt, return_tensors="pt")
+    settings = {"do_sample": False} if seed is None else {"do_sample": True, "temperature": 0.9}
+    if seed is not None:
+        torch.manual_seed(seed)
+    output = target.generate(**inputs, **settings, assistant_model=None, max_new_tokens=TOKENS)
+    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+
+def chat(client, **settings):
+    stream = settings.get("stream", False)
+    answer = client.chat.completions.create(model=NAME, messages=CHAT, max_tokens=TOKENS, **settings)
+    if not stream:
+        assert answer.usage.completion_tokens == TOKENS and answer.choices[0].finish_reason == "length"
+        return answer.choices[0].message.content
+    chunks = list(answer)
+    # A token without text of its own has no chunk.
+    assert len(chunks) > TOKENS // 2 and chunks[-1].choices[0].finish_reason == "length"
+    assert chunks[-1].usage.completion_tokens == TOKENS
+    return "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+
+
+def complete(client, **settings):
+    stream = settings.get("stream", False)
+    answer = client.completions.create(model=NAME, prompt="abcabd", max_tokens=TOKENS, **settings)
+    if not stream:
+        assert answer.usage.completion_tokens == TOKENS
+        return answer.choices[0].text
+    return "".join(chunk.choices[0].text for chunk in answer)
+
+
+def respond(client, stream=False, **settings):
+    extra = {"seed": settings.pop("seed")} if "seed" in settings else None
+    answer = client.responses.create(
+        model=NAME, input="abc", max_output_tokens=TOKENS, stream=stream, extra_body=extra, **settings
+    )
+    if not stream:
+        assert answer.usage.output_tokens == TOKENS
+        return answer.output_text
+    events = list(answer)
+    assert events[-1].type == "response.completed"
+    text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
+    assert text == events[-1].response.output_text
+    return text
+
+
+ENDPOINTS = {"chat": (chat, CHAT), "completions": (complete, "abcabd"), "responses": (respond, CHAT)}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("seed", [None, 3], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_answers_are_the_targets(endpoint, seed, stream, way, target, client, passes):
+    ask, prompt = ENDPOINTS[endpoint]
+    expected = plain_text(target, prompt, seed)
+    assert passes == []
+    # A temperature samples, though the target's own configuration does not.
+    settings = {"temperature": 0} if seed is None else {"temperature": 0.9, "seed": seed}
+    assert ask(client, stream=stream, **settings) == expected
+    assert (len(passes) > 4) == (way == "drafted")
+    # All in the one thread that generates.
+    assert len(set(passes)) == (way == "drafted") and threading.get_ident() not in passes
+
+
+def test_requests_at_the_same_time(way, target, client, passes):
+    expected = plain_text(target, CHAT)
+    with concurrent.futures.ThreadPoolExecutor(6) as pool:
+        answers = list(pool.map(lambda place: chat(client, stream=place % 2 == 0), range(6)))
+    assert answers == [expected] * 6
+    assert (len(passes) > 4 * 6) == (way == "drafted")
+
+
+def test_the_one_model(client, address):
+    assert [model.id for model in client.models.list()] == [NAME]
+    # `transformers chat` asks for its model in this way.
+    for name, status in ((NAME, "ready"), ("user/other", "error")):
+        [event] = post(address, "/load_model", {"model": name})[1].split("\n\n")[:-1]
+        assert json.loads(event.removeprefix("data: "))["status"] == status
+    # Nothing unloads it, and a request need not name it.
+    assert post(address, "/reset", {})[0] == 200
+    assert post(address, "/v1/chat/completions", {"messages": CHAT, "max_tokens": 2})[0] == 200
+
+
+def post(address, path, body):
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+    text = body if isinstance(body, str) else json.dumps(body)
+    connection.request("POST", path, text, {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    found = response.status, response.read().decode()
+    connection.close()
+    return found
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize(
+    "changes, part",
+    [
+        ({"model": "gpt"}, "Server is pinned to 'user/tiny'; requested 'gpt'"),
+        ({"messages": None}, "TypeError: 'NoneType' object is not iterable"),
+        ({"messages": []}, "empty conversation"),
+        ({"max_tokens": 0}, "The limit of new tokens is 0; give 1 or more."),
+        ({"temperature": "hot"}, "could not convert string to float: 'hot'"),
+        ({"temperature": -1}, "`temperature` is -1.0; give 0"),
+        ({"top_p": 3}, "`top_p` is 3.0; give a number above 0"),
+        ({"seed": "x"}, "invalid literal"),
+        ({"logit_bias": 3}, "AttributeError: 'int' object has no attribute 'items'"),
+    ],
+    ids=str,
+)
+def test_wrong_requests(changes, part, stream, address):
+    body = {"messages": CHAT, "max_tokens": 4, "stream": stream, **changes}
+    status, answer = post(address, "/v1/chat/completions", body)
+    assert status == 400 and part in json.loads(answer)["error"]["message"]
+
+
+def test_other_wrong_requests(address, client):
+    from openai import BadRequestError, UnprocessableEntityError
+
+    assert post(address, "/v1/chat/completions", {"max_tokens": 4})[0] == 400
+    assert [post(address, "/v1/chat/completions", body)[0] for body in ("no json", "[]")] == [422, 422]
+    assert post(address, "/v1/responses", {})[0] == 400
+    for path in ("/v1/audio/transcriptions", "/v1/nothing"):
+        assert post(address, path, {})[0] == 404
+    with pytest.raises(UnprocessableEntityError, match="Unexpected fields in the request: {'width'}"):
+        client.chat.completions.create(model=NAME, messages=CHAT, extra_body={"width": 3})
+    with pytest.raises(BadRequestError, match="prompt must be a string"):
+        client.completions.create(model=NAME, prompt=[1, 2])
+
+
+def test_a_client_that_leaves_ends_its_answer(way, address, client):
+    connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+    body = {"messages": CHAT, "stream": True, "max_tokens": 100000}
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+    response = connection.getresponse()
+    response.read(10)
+    response.close()
+    connection.close()
+    assert len(chat(client)) > 0
+
+
+def test_the_end_of_the_server_ends_its_answers(target, drafter):
+    server, asked = serving.TargetServer(target, chat_tokenizer(), NAME), []
+    with running(server) as address, concurrent.futures.ThreadPoolExecutor() as pool:
+        hook = target.register_forward_hook(lambda *_: asked.append(1))
+        answer = pool.submit(post, address, "/v1/chat/completions", {"messages": CHAT, "max_tokens": 100000})
+        while not asked:
+            assert not answer.done()
+        server.stop()
+        assert answer.result() == (503, '{"error":{"message":"The server stops."}}')
+    hook.remove()
+    # The target is as before.
+    assert target.generate(torch.ones(1, 3, dtype=torch.long), max_new_tokens=2).shape == (1, 5)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, target, drafter):
+    found = tmp_path_factory.mktemp("models")
+    target.save_pretrained(found / "target")
+    chat_tokenizer().save_pretrained(found / "target")
+    drafter.save_pretrained(found / "drafter")
+    return found
+
+
+def test_the_command(folder, target):
+    """As a user runs it: the command that it prints gives an answer, and Ctrl-C ends it."""
+    models = ["--target", folder / "target", "--drafter", folder / "drafter", "--dtype", "float32"]
+    command = [sys.executable, "-m", "hf_falcon", "serve", *models, "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        timer = threading.Timer(120, process.kill)
+        timer.start()
+        first, second = process.stdout.readline(), process.stdout.readline()
+        match = re.fullmatch(r"(.*) with the drafter (.*): http://(127\.0\.0\.1:\d+)/v1\n", first)
+        assert match[1] == str(folder / "target") and match[2] == str(folder / "drafter")
+        words = shlex.split(second.removeprefix("Try it: "))
+        assert words[:4] == ["curl", f"http://{match[3]}/v1/chat/completions", "-H", "Content-Type: application/json"]
+        body = {**json.loads(words[-1]), "stream": False, "max_tokens": TOKENS}
+        status, answer = post(match[3], "/v1/chat/completions", body)
+        text = plain_text(target, [{"role": "user", "content": "Why is the sky blue?"}])
+        assert status == 200 and json.loads(answer)["choices"][0]["message"]["content"] == text
+        process.send_signal(signal.SIGINT)
+        rest, errors = process.communicate()
+        timer.cancel()
+    assert process.returncode == 0 and rest == ""
+    assert errors.splitlines()[-1] == "Stopped." and "Traceback" not in errors
+
+
+def test_what_the_command_refuses(folder, capsys, monkeypatch):
+    models = ["--target", str(folder / "target"), "--drafter", str(folder / "drafter"), "--dtype", "float32"]
+    assert entry.main(["serve", *models, "--port", "70000"]) == 1
+    assert "`port` is 70000; give 0 (a free port) to 65535." in capsys.readouterr().err
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert entry.main(["serve", *models, "--port", str(port)]) == 1
+        assert re.search(rf"Cannot listen on `host` '127.0.0.1', `port` {port} \(.*\): give", capsys.readouterr().err)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(serving, "find_spec", lambda name: None if name in ("fastapi", "openai") else find(name))
+    assert entry.main(["serve", *models]) == 1
+    expected = "The server needs `fastapi`, `openai`: run `pip install 'hf-falcon[serve]'`."
+    assert expected in capsys.readouterr().err
+
+
+def test_other_versions_of_transformers(target, monkeypatch):
+    from transformers.cli.serving import server
+
+    build = server.build_server
+    others = [name for name in ("transcription_handler", "systemone_handler") if name in build.__annotations__]
+
+    def later(model_manager, chat_handler, poem_handler, **kwargs):
+        return build(model_manager, chat_handler, **dict.fromkeys(others, poem_handler), **kwargs)
+
+    def make():
+        return serving.TargetServer(target, chat_tokenizer(), NAME)
+
+    # An endpoint that a later version adds is not served.
+    monkeypatch.setattr(server, "build_server", later)
+    assert make().app is not None
+    version = f"transformers {re.escape(transformers.__version__)}"
+    monkeypatch.setattr(server, "build_server", lambda model: None)
+    with pytest.raises(RuntimeError, match=rf"{version} builds its server in another way \(.*\): install a newer"):
+        make()
+    monkeypatch.delattr(server, "build_server")
+    with pytest.raises(RuntimeError, match=rf"{version} has no `transformers\.cli\.serving\.server\.build_server`"):
+        make()
+
+
+def test_a_target_without_a_chat_template():
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = None
+    words = shlex.split(serve.example_request("http://[::1]:8000/v1", tokenizer))
+    assert words[1] == "http://[::1]:8000/v1/completions" and json.loads(words[-1])["prompt"]
