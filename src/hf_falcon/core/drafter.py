@@ -99,6 +99,11 @@ class DraftModel(PreTrainedModel):
         with reading("generation_config.json"):
             GenerationMixin.adjust_generation_fn(self, *args, **{**kwargs, "trust_remote_code": False})
 
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """As [`PreTrainedModel.save_pretrained`], with the drafting options."""
+        keep_custom_fields(self.generation_config)
+        super().save_pretrained(save_directory, **kwargs)
+
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """
         A drafter proposes tokens to a target, and generates no text by itself.
@@ -134,7 +139,7 @@ class FalconDraftModel(DraftModel, FalconDraftNetwork):
         """See [`Drafter.make_head`]."""
         return TargetHead(self, target)
 
-    def start_session(self, head: TargetHead, acceleration: DrafterAcceleration) -> BlockSession:
+    def start_session(self, head: TargetHead, acceleration: DrafterAcceleration) -> DraftSession:
         """See [`Drafter.start_session`]."""
         return BlockSession(self, head, acceleration, _PROMPT_ROWS)
 
@@ -201,7 +206,6 @@ class FalconDraftModel(DraftModel, FalconDraftNetwork):
         hub = {
             name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private", "create_pr") if name in kwargs
         }
-        keep_custom_fields(self.generation_config)
         # The code of a subclass may be anywhere, and one folder could not hold it.
         has_code = type(self).__module__ == __name__
         if has_code:

@@ -61,7 +61,7 @@ def block_ends(block_ids: Tensor) -> Tensor:
 
 
 def _frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Rotary frequencies of both halves of a head, of shape `(head_dim,)`; negative for the first, see `_rotate`."""
+    """Rotary frequencies of both halves of a head, of shape `(head_dim,)`; negative for the first, see `rotate`."""
     half = head_dim // 2
     # In float32, as bfloat16 cannot hold large positions. Training may use what a call in inference mode has made.
     with torch.inference_mode(False), torch.no_grad():
@@ -69,7 +69,7 @@ def _frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
         return torch.cat((-frequencies, frequencies))
 
 
-def _rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the pairs of the values i and i + head_dim / 2 of each head."""
     return states * cos + states.roll(states.shape[-1] // 2, dims=-1) * sin
 
@@ -103,7 +103,7 @@ class FalconAttention(nn.Module):
         batch, length, _, _ = cos.shape
         # Queries and keys are rotated together.
         rotated = self.queries_and_keys(hidden).view(batch, length, -1, self.head_dim)
-        rotated = _rotate(rotated, cos, sin).transpose(1, 2)
+        rotated = rotate(rotated, cos, sin).transpose(1, 2)
         queries, keys = rotated.split((self.heads, self.kv_heads), dim=1)
         values = self.v_proj(hidden).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
         if cache is not None:

@@ -30,6 +30,12 @@ def _is_eagle3(fields: Fields) -> bool:
     )
 
 
+def _is_dflash(fields: Fields) -> bool:
+    if "speculators_model_type" in fields:
+        return fields["speculators_model_type"] in ("dflash", "dspark")
+    return not {"DFlashDraftModel", "Qwen3DSparkModel"}.isdisjoint(_architectures(fields))
+
+
 def _architectures(fields: Fields) -> list[str]:
     names = fields.get("architectures")
     return [str(name) for name in names] if isinstance(names, list) else []
@@ -40,13 +46,14 @@ def _architectures(fields: Fields) -> list[str]:
 _METHODS: list[tuple[str, Callable[[Fields], bool], str, str]] = [
     ("Falcon", _is_falcon, "hf_falcon.core.drafter", "FalconDraftModel"),
     ("EAGLE-3", _is_eagle3, "hf_falcon.drafters.eagle3", "Eagle3DraftModel"),
+    ("DFlash and DSpark", _is_dflash, "hf_falcon.drafters.dflash", "DFlashDraftModel"),
 ]
 
 
 class AutoDrafter:
     """
-    Loads a drafter of any method that hf_falcon reads: Falcon's own, and EAGLE-3 in its original layout and in the
-    layout of the package `speculators`.
+    Loads a drafter of any method that hf_falcon reads: Falcon's own, and EAGLE-3, DFlash and DSpark in their original
+    layouts and in the layout of the package `speculators`.
     """
 
     def __init__(self) -> None:
@@ -84,7 +91,7 @@ class AutoDrafter:
 
 def is_drafter(fields: Fields) -> bool:
     """Whether the fields of a `config.json` are of a drafter that [`AutoDrafter`] loads."""
-    return any(is_of(fields) for _, is_of, *_ in _METHODS)
+    return isinstance(fields, dict) and any(is_of(fields) for _, is_of, *_ in _METHODS)
 
 
 def drafter_class(name: str, **loading: Any) -> type[DraftModel]:

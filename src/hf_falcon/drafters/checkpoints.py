@@ -24,6 +24,13 @@ from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel, refuse_problems
 
 LOADING = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+# Copies of the target's own weights, and tables that follow from the configuration.
+_NOT_OF_NETWORK = (
+    "verifier_lm_head.weight",
+    "verifier_norm.weight",
+    "rotary_emb.inv_freq",
+    "rotary_emb.original_inv_freq",
+)
 # Of the parameters: networks do not compute in others.
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -38,13 +45,16 @@ def read_fields(repository: str, **loading: Any) -> dict[str, Any]:
             in [`~transformers.PreTrainedModel.from_pretrained`].
 
     Raises:
-        `OSError`: if there is none, or it cannot be downloaded.
+        `OSError`: if there is none, or it is damaged, or cannot be downloaded.
         `TypeError`: for another argument.
     """
     unknown = loading.keys() - set(LOADING)
     if unknown:
         raise TypeError(f"`from_pretrained` got {sorted(unknown)}: it takes `dtype`, {', '.join(LOADING)}.")
-    return FalconDraftConfig.get_config_dict(repository, **loading)[0]
+    fields, _ = FalconDraftConfig.get_config_dict(repository, **loading)
+    if not isinstance(fields, dict):
+        raise OSError(f"`config.json` of `{repository}` is {fields!r:.200}, not an object: download it again.")
+    return fields
 
 
 def read_weights(repository: str, digests: Mapping[str, str] | None = None, **loading: Any) -> dict[str, Tensor]:
@@ -92,9 +102,7 @@ def _read_pickled(file: Path) -> dict[str, Tensor]:
     try:
         _refuse_compression(file)
         weights = torch.load(file, map_location="cpu", weights_only=True)
-    except OSError:
-        raise
-    # Any file may be under this name, and `torch.load` raises an error of any kind for it.
+    # Any file may have this name, and `torch.load` raises an error of any kind for it.
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(
@@ -196,6 +204,26 @@ def read_options(drafter: DraftModel, repository: str, **loading: Any) -> None:
             return
         DraftOptions.from_generation_config(found)
         drafter.generation_config = found
+
+
+def network_weights(repository: str, weights: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
+    """
+    The weights of a drafter's network, with the tables of its vocabulary.
+
+    Args:
+        repository (`str`): the checkpoint's name, for errors.
+        weights (`dict`): the checkpoint's tensors.
+        config ([`SpeculatorsDraftConfig`]): the drafter's configuration.
+
+    Raises:
+        `ValueError`: see [`check_vocabulary`].
+    """
+    weights = {name: weight for name, weight in weights.items() if name not in _NOT_OF_NETWORK}
+    if config.draft_vocab_size == config.vocab_size:
+        # A whole vocabulary needs no tables.
+        return {name: weight for name, weight in weights.items() if name not in ("d2t", "t2d")}
+    check_vocabulary(repository, weights, config.vocab_size)
+    return weights
 
 
 def check_vocabulary(repository: str, weights: dict[str, Tensor], vocab_size: int) -> None:

@@ -3,16 +3,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
 
 from ..core.checkpoint_files import reading
-from .checkpoints import check_vocabulary, read_weights
+from .checkpoints import network_weights, read_weights
 from .eagle3_config import Eagle3DraftConfig
 
-# Copies of the target's own weights, and tables that follow from the configuration.
-_IGNORED = ("verifier_lm_head.weight", "verifier_norm.weight", "rotary_emb.inv_freq", "rotary_emb.original_inv_freq")
 # Old names of fields.
 _OLD_NAMES = {"fc_norm": "use_aux_norm"}
 # Fields of an original configuration that are not of its decoder layers.
@@ -39,21 +38,34 @@ def read_eagle3(
         `ValueError`, `OSError`: see [`AutoDrafter.from_pretrained`].
     """
     weights = read_weights(repository, **loading)
-    if "speculators_model_type" in fields:
-        found = {name: value for name, value in fields.items() if name != "model_type"}
-    else:
+    if "speculators_model_type" not in fields:
         weights = {_renamed(name): weight for name, weight in weights.items()}
-        found = _of_original(fields, weights)
-    if layer_ids is not None:
-        found["eagle_aux_hidden_state_layer_ids"] = layer_ids
+    config = eagle3_config(fields, weights, layer_ids)
+    return config, network_weights(repository, weights, config)
+
+
+def eagle3_config(
+    fields: dict[str, Any], weights: Mapping[str, Tensor], layer_ids: list[int] | None = None
+) -> Eagle3DraftConfig:
+    """
+    The configuration of an EAGLE-3 checkpoint.
+
+    Args:
+        fields, layer_ids: see [`read_eagle3`].
+        weights (mapping of `str` to `torch.Tensor`):
+            Its weights, which may be on the meta device. An original layout does not say all in its `config.json`.
+
+    Raises:
+        `ValueError`: see [`Eagle3DraftConfig`].
+    """
     with reading("config.json"):
-        config = Eagle3DraftConfig(**found)
-    if config.draft_vocab_size == config.vocab_size:
-        # A whole vocabulary needs no tables.
-        weights = {name: weight for name, weight in weights.items() if name not in ("d2t", "t2d")}
-    else:
-        check_vocabulary(repository, weights, config.vocab_size)
-    return config, {name: weight for name, weight in weights.items() if name not in _IGNORED}
+        if "speculators_model_type" in fields:
+            found = {name: value for name, value in fields.items() if name != "model_type"}
+        else:
+            found = _of_original(fields, {_renamed(name): weight for name, weight in weights.items()})
+        if layer_ids is not None:
+            found["eagle_aux_hidden_state_layer_ids"] = layer_ids
+        return Eagle3DraftConfig(**found)
 
 
 def _renamed(name: str) -> str:
@@ -61,7 +73,7 @@ def _renamed(name: str) -> str:
     return name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
 
 
-def _of_original(fields: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Any]:
+def _of_original(fields: dict[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """The fields of [`Eagle3DraftConfig`] for an original configuration, which is one of a Llama or Qwen3."""
     layer = {name: value for name, value in fields.items() if name not in _NOT_OF_LAYERS}
     # Drafters for other targets may call themselves by the target's type; their layers show what they are.

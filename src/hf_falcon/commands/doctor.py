@@ -1,0 +1,334 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""`hf-falcon doctor`: why few draft tokens are accepted, with the evidence and the remedy of each cause."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import textwrap
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import ModelCard
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import cached_file
+
+from ..bench.diagnosis import Case, Diagnosis, Inputs, Reference, Template, diagnose
+from ..bench.prompts import read_turns
+from ..bench.tables import aligned
+from ..core.drafter import DraftModel
+from ..training.provenance import PROVENANCE_NAME
+from ..training.token_file import chat_template_sha256
+from .adapt import REPORT_NAME
+from .card import final_tau
+from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype, shipped_drafter
+from .run_arguments import CommandParser, at_least
+
+# Everyday prompts by kind. None is of MT-bench, HumanEval or GSM8K.
+PROMPTS = {
+    "chat": [
+        "My neighbour practises the drums every evening. How can I ask him kindly to stop after nine?",
+        "Explain to a pupil why the moon changes its shape during a month.",
+    ],
+    "code": [
+        "Write a Python function that returns the longest word of a text. Explain how it works.",
+        "Write an SQL query that counts the orders of each customer in the last month, the largest number first.",
+    ],
+    "maths": [
+        "A train leaves at 14:35 and arrives at 17:10, with one stop of 12 minutes. How long does it move? Show each "
+        "step."
+    ],
+    "summary": [
+        "Summarise in two sentences: The library of our town was closed for a year, because water had damaged its "
+        "cellar. The books were kept in a school. Last week it opened again, with two new reading rooms, a cafe and "
+        "longer hours on Saturdays. The mayor thanked the pupils who had carried the books."
+    ],
+}
+
+# Chat templates whose first token says which one it is: a tokenizer that has the token, and no template with it, may
+# have lost its template.
+KNOWN_TEMPLATES = {
+    "ChatML": (
+        "<|im_start|>",
+        "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+        "<|im_start|>assistant\n",
+    ),
+    "Llama 3": (
+        "<|start_header_id|>",
+        "{{ bos_token }}{% for message in messages %}<|start_header_id|>{{ message.role }}<|end_header_id|>\n\n"
+        "{{ message.content }}<|eot_id|>{% endfor %}<|start_header_id|>assistant<|end_header_id|>\n\n",
+    ),
+    "Gemma": (
+        "<start_of_turn>",
+        "{{ bos_token }}{% for message in messages %}<start_of_turn>{{ message.role }}\n{{ message.content }}"
+        "<end_of_turn>\n{% endfor %}<start_of_turn>model\n",
+    ),
+}
+# Columns of the report.
+_WIDTH = 110
+
+
+@dataclass
+class DoctorArguments:
+    """
+    Arguments of `hf-falcon doctor`.
+
+    Args:
+        target, drafter (`str`, *optional*): names or folders; the models of the demo if left out.
+        data (`list[str]`, *optional*): JSON-lines files with `turns`, or `mt_bench`, `humaneval`, `gsm8k` of the Hub;
+            the first turn is the prompt. Built-in prompts if left out; otherwise the acceptance is compared with
+            theirs.
+        limit (`int`, *optional*, defaults to 6): prompts of each file, from the start.
+        max_new_tokens (`int`, *optional*, defaults to 64): tokens of an answer, at most.
+        temperature (`float`, *optional*): the temperature that you sample with; by default that of the target's
+            generation configuration, if it samples.
+        chat_template (`str`, *optional*): Jinja file with another chat template to compare with, for example the one
+            that the drafter was trained with.
+    """
+
+    target: str | None = field(default=None, metadata={"help": "Target, from the Hub or a folder."})
+    drafter: str | None = field(default=None, metadata={"help": "Drafter, from the Hub or a folder."})
+    data: list[str] | None = field(
+        default=None,
+        metadata={"help": "JSON-lines files with `turns`, or names of the Hub; the first turn is the prompt."},
+    )
+    limit: int = field(default=6, metadata={"help": "Prompts of each file, from the start."})
+    max_new_tokens: int = field(default=64, metadata={"help": "Tokens of an answer, at most."})
+    temperature: float | None = field(
+        default=None, metadata={"help": "Temperature that you sample with; the target's own if left out."}
+    )
+    chat_template: str | None = field(
+        default=None, metadata={"help": "Jinja file with another chat template to compare with."}
+    )
+    dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
+    device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
+    json: bool = field(default=False, metadata={"help": "Print the result as one JSON object, nothing else."})
+
+    def __post_init__(self) -> None:
+        at_least(self, 1, "limit", "max_new_tokens")
+        if self.temperature is not None and not self.temperature > 0:
+            raise ValueError(f"`temperature` is {self.temperature}; give a number above 0, or leave it out (greedy).")
+        if self.chat_template is not None and not Path(self.chat_template).is_file():
+            raise FileNotFoundError(
+                f"`chat_template` is {self.chat_template!r}, which is not a file: give a Jinja file."
+            )
+
+
+def provenance_of(drafter: str) -> dict[str, Any]:
+    """What `hf-falcon train` recorded of a drafter's training; empty if the folder or the repository has nothing."""
+    try:
+        file = cached_file(drafter, PROVENANCE_NAME, _raise_exceptions_for_missing_entries=False)
+        found = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) and isinstance(found.get("data"), dict) else {}
+
+
+def reference_of(folder: Path) -> Reference | None:
+    """The acceptance that the files in a drafter's folder record: of its training, or of its card."""
+    report = folder / REPORT_NAME
+    adapted = json.loads(report.read_text(encoding="utf-8")).get("after") if report.is_file() else None
+    if adapted:
+        return Reference(adapted["final_tau"], f"on held-out prompts after `hf-falcon adapt` ({REPORT_NAME})")
+    tau = final_tau(folder)[0]
+    if tau is not None:
+        return Reference(tau, "on held-out prompts after its training (trainer_state.json)")
+    card = folder / "README.md"
+    results = ModelCard.load(card).data.eval_results if card.is_file() else None
+    values = [each.metric_value for each in results or [] if each.metric_type == "tau"]
+    return Reference(min(values), "is the lowest number of its card", is_lower_bound=True) if values else None
+
+
+def encode_with(tokenizer: PreTrainedTokenizerBase, prompt: str, template: str | None, device: torch.device) -> Inputs:
+    """As [`encode`], with another chat template; `None` is plain text."""
+    if template is None:
+        return dict(tokenizer(prompt, return_tensors="pt").to(device))
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": prompt}],
+        chat_template=template,
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    return dict(inputs.to(device))
+
+
+def other_templates(
+    tokenizer: PreTrainedTokenizerBase, trained_target: str | None, given: str | None
+) -> dict[str, str | None]:
+    """
+    Templates that a drafter may have been trained with, other than the tokenizer's own, by a name for the report.
+
+    Args:
+        tokenizer ([`PreTrainedTokenizerBase`]): the target's tokenizer.
+        trained_target (`str`, *optional*): the target that the drafter names.
+        given (`str`, *optional*): a file with a template.
+    """
+    own = tokenizer.chat_template
+    found: dict[str, str | None] = {}
+    if given is not None:
+        found[f"the template in {Path(given).name}"] = Path(given).read_text(encoding="utf-8")
+    if trained_target is not None:
+        try:
+            template = AutoTokenizer.from_pretrained(
+                trained_target, local_files_only=True, trust_remote_code=False
+            ).chat_template
+        except (OSError, ValueError):
+            # It is not on this machine.
+            template = None
+        if isinstance(template, str):
+            found[f"the template of {trained_target}"] = template
+    vocabulary = tokenizer.get_vocab()
+    for name, (marker, template) in KNOWN_TEMPLATES.items():
+        if marker in vocabulary and marker not in str(own):
+            found[f"the {name} template, whose token {marker} the tokenizer has"] = template
+    if own is not None:
+        found["no template, the text alone"] = None
+    return {name: template for name, template in found.items() if template is None or template != own}
+
+
+def templates_to_try(
+    tokenizer: PreTrainedTokenizerBase,
+    drafter: DraftModel,
+    provenance: dict[str, Any],
+    given: str | None,
+    texts: list[str],
+    device: torch.device,
+) -> tuple[list[Template], bool]:
+    """
+    The templates that [`diagnose`] compares with.
+
+    Returns:
+        `list[Template]`, and whether the drafter is known to have been trained with another template.
+    """
+    recorded = provenance.get("data", {})
+    others = other_templates(tokenizer, drafter.config.target_name_or_path, given)
+    is_known = "chat_template_sha256" in recorded
+    digest = recorded.get("chat_template_sha256")
+    is_other = is_known and digest != chat_template_sha256(tokenizer.chat_template)
+    if is_known and not is_other:
+        return [], False
+    if is_known:
+        # The one that it was trained with, if it is among them.
+        others = {name: each for name, each in others.items() if chat_template_sha256(each) == digest} or others
+    # Base models and some drafters are trained on plain text, but nothing suggests it.
+    return [
+        Template(
+            name, [encode_with(tokenizer, text, template, device) for text in texts], is_other or template is not None
+        )
+        for name, template in others.items()
+    ], is_other
+
+
+def sampling_temperature(target: PreTrainedModel, given: float | None) -> float | None:
+    """The temperature that was given, or the temperature of the target's generation configuration, if it samples."""
+    config = target.generation_config
+    if given is not None or config is None or not config.do_sample:
+        return given
+    return 1.0 if config.temperature is None else config.temperature
+
+
+def adapt_command(target: str | None, drafter: str) -> str:
+    """The command that adapts the drafter to the target."""
+    words = ["hf-falcon", "adapt", "--drafter", drafter, *([] if target is None else ["--target", target])]
+    return shlex.join([*words, "--data", "dialogues.json", "--output_dir", "adapted"])
+
+
+def report(found: Diagnosis) -> str:
+    """A diagnosis as text."""
+    parts = [_acceptance(found)] if found.acceptance else []
+    causes = [each for each in found.findings if each.cause != "cost"]
+    if causes:
+        parts.append("Causes found:" if len(causes) > 1 else "Cause found:")
+    elif found.acceptance:
+        total = found.total
+        first = found.accuracy_by_depth[0] if found.accuracy_by_depth else 0.0
+        parts.append(
+            _filled(
+                f"No cause was found: {total.acceptance_by_depth[0] if total.by_depth else 0.0:.0%} of the rounds "
+                f"accept a draft token of depth 1, and {first:.0%} of the first choices are right. Train the drafter "
+                "longer, on more data, to raise that: see the page Training of the documentation."
+            )
+        )
+    for number, each in enumerate(found.findings, start=1):
+        loss = f" That costs about {each.loss:.2f} accepted draft tokens a round." if each.loss else ""
+        parts.append(
+            "\n".join(
+                [
+                    _filled(f"{number}. {each.summary}{loss}", "   "),
+                    _filled(f"   Evidence: {each.evidence}", "   "),
+                    _filled(f"   Remedy: {each.remedy}", "   "),
+                ]
+            )
+        )
+    parts += [_filled(f"Note: {note}") for note in found.notes]
+    return "\n\n".join(parts)
+
+
+def _acceptance(found: Diagnosis) -> str:
+    """Tables of the acceptance by set of prompts, and by depth."""
+    sets = dict(found.acceptance)
+    if len(sets) > 1:
+        sets["all"] = found.total
+    by_data = [["data", "prompts", "rounds", "tokens/round", "tau", "alpha"]]
+    for name, each in sets.items():
+        numbers = [f"{1 + each.tau:.2f}", f"{each.tau:.2f}", f"{each.alpha:.1%}"]
+        by_data.append([name, str(len(each.of_prompts)), str(each.rounds), *numbers])
+    accepted, choices = found.total.acceptance_by_depth, found.accuracy_by_depth
+    depths = range(max(len(accepted), len(choices)))
+    rows = [["depth", *(str(depth + 1) for depth in depths)]]
+    for name, rates in (("draft token accepted", accepted), ("first choice right", choices)):
+        rows.append([name, *(f"{rates[depth]:.0%}" if depth < len(rates) else "-" for depth in depths)])
+    return (
+        f"{aligned(by_data)}\n\n{aligned(rows)}\n"
+        "By depth: where the depth before was accepted, or all first choices before were right."
+    )
+
+
+def _filled(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def main(argv: list[str]) -> int:
+    """Runs `hf-falcon doctor`. Returns 1 if nothing can be drafted at all."""
+    parser = CommandParser(DoctorArguments, prog="hf-falcon doctor", description=__doc__)
+    arguments = DoctorArguments(**vars(parser.parse_args(argv)))
+    texts = PROMPTS
+    if arguments.data:
+        texts = {Path(path).stem: [turns[0] for turns in read_turns(path, arguments.limit)] for path in arguments.data}
+    name = arguments.drafter or shipped_drafter()
+    device = resolve_device(arguments.device)
+    dtype = resolve_dtype(arguments.dtype, device)
+    target, tokenizer = load_target(arguments.target, dtype, device)
+    drafter = load_drafter(arguments.drafter, dtype, device)
+    provenance = provenance_of(name)
+    all_texts = [text for each in texts.values() for text in each]
+    templates, is_other = templates_to_try(tokenizer, drafter, provenance, arguments.chat_template, all_texts, device)
+    everyday = [encode(tokenizer, text, device) for each in PROMPTS.values() for text in each]
+    found = diagnose(
+        Case(
+            target,
+            drafter,
+            {kind: [encode(tokenizer, text, device) for text in each] for kind, each in texts.items()},
+            lambda token: tokenizer.decode([token]),
+            arguments.max_new_tokens,
+            adapt_command(arguments.target, name),
+        ),
+        everyday if arguments.data else None,
+        templates,
+        is_other,
+        sampling_temperature(target, arguments.temperature),
+        reference_of(Path(name)) if Path(name).is_dir() else None,
+    )
+    if arguments.json:
+        models = {"target": target.name_or_path, "drafter": name, "dtype": str(dtype).removeprefix("torch.")}
+        print(json.dumps({**models, "max_new_tokens": arguments.max_new_tokens, **found.to_dict()}))
+    else:
+        print(
+            f"{target.name_or_path} with {Path(name).name if Path(name).is_dir() else name}, "
+            f"{str(dtype).removeprefix('torch.')}, greedy, {arguments.max_new_tokens} tokens an answer\n"
+        )
+        print(report(found))
+    return 0 if found.acceptance else 1
