@@ -34,6 +34,11 @@ def documented():
 
 
 def signature(public) -> inspect.Signature:
+    if getattr(public, "_is_protocol", False):
+        # Nobody constructs a protocol.
+        return inspect.Signature()
+    if inspect.isclass(public) and issubclass(public, tuple):
+        return inspect.signature(public)
     return inspect.signature(public.__init__ if inspect.isclass(public) else public)
 
 

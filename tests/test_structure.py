@@ -4,6 +4,7 @@
 import ast
 import functools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -105,6 +106,32 @@ def test_the_core_imports_only_its_own_files(file):
             assert not node.module.startswith("hf_falcon"), ast.unparse(node)
         elif isinstance(node, ast.Import):
             assert not any(alias.name.startswith("hf_falcon") for alias in node.names), ast.unparse(node)
+
+
+# What runs the rounds of any drafter, by the protocol of interfaces.py.
+LOOP = ("candidate_generator", "costs", "decoding", "policy", "sampling", "target_run", "tree", "verification")
+OF_DRAFTERS = ("core/drafter.py", "core/draft_session.py", "core/modeling_falcon_draft.py", "drafters/*.py")
+
+
+def defined_classes(*patterns: str) -> set[str]:
+    files = [file for pattern in patterns for file in PACKAGE.glob(pattern)]
+    return {node.name for file in files for node in nodes(file) if isinstance(node, ast.ClassDef)}
+
+
+@pytest.mark.parametrize("name", LOOP)
+def test_the_loop_knows_no_drafter(name):
+    """It neither imports the class of a drafter, of a head or of a session, nor asks whether an object is of one."""
+    file = CORE / f"{name}.py"
+    imported = imported_names(file)
+    assert not [each for each in imported if each.startswith("hf_falcon.drafters")]
+    # A function for masks is in the file of the network.
+    assert imported.isdisjoint({"hf_falcon.core.drafter"})
+    classes = defined_classes(*OF_DRAFTERS)
+    assert {"FalconDraftModel", "Eagle3DraftModel", "BlockSession", "TargetHead"} <= classes
+    assert classes.isdisjoint(identifiers(file))
+    asked = [node for node in nodes(file) if isinstance(node, ast.Call) and ast.unparse(node.func) == "isinstance"]
+    subjects = {ast.unparse(node.args[0]) for node in asked}
+    assert not [subject for subject in subjects if re.search("drafter|session|head|acceleration", subject)]
 
 
 def identifiers(file: Path) -> set[str]:

@@ -22,7 +22,7 @@ _MODULE = "transformers.pipelines.base"
 
 def install_in_pipelines() -> None:
     """
-    Makes transformers' pipelines take a Falcon drafter, by name or as an object; other assistants load as before.
+    Makes transformers' pipelines take a drafter, by name or as an object; other assistants load as before.
     Without this, a pipeline looks for the class of an assistant inside transformers only, and demands a tokenizer if
     the assistant is given by name or has other special tokens than the target. A drafter has no tokenizer: its tokens
     are the target's.

@@ -15,8 +15,7 @@ from tiny_models import (
 from hf_falcon import FalconCandidateGenerator
 from hf_falcon.bench.medusa import MedusaLikeModel
 from hf_falcon.commands import bench, train
-from hf_falcon.core.draft_session import TargetHead
-from hf_falcon.training.csgd import DistillationWeights, DraftBatch, draft_loss
+from hf_falcon.training.csgd import DistillationWeights, DraftBatch, TrainingHeads, draft_loss
 from hf_falcon.training.features import target_features
 from hf_falcon.training.token_file import TokenFile
 
@@ -31,10 +30,11 @@ def test_medusa_heads_read_the_newest_feature(length):
         generator.commit(features, random_tokens(1, length))
         outputs = drafter.heads(features[0, -1]).view(3, 32)
         expected = drafter.norm(features[0, -1] + torch.nn.functional.silu(outputs))
-    if length < 3:
-        assert generator._block is None
-    else:
         torch.testing.assert_close(generator._block[0], expected)
+        # As in training.
+        fused, _ = drafter.fuse(features[:, -1:].expand(1, 3, -1), None)
+        rows = drafter.run_layers(fused, torch.full((1, 3), 2), None, None)
+        torch.testing.assert_close(rows, generator._block)
 
 
 def test_medusa_like_generates_and_learns(tmp_path):
@@ -45,17 +45,22 @@ def test_medusa_like_generates_and_learns(tmp_path):
     tokens = random_tokens(1, 9)
     output = target.generate(tokens, assistant_model=drafter, **settings)
     assert output.sequences.tolist() == target.generate(tokens, **settings).sequences.tolist()
-    # One pass, so no node is deeper than there are heads.
+    # One pass, so no node is deeper than there are heads, whatever the options are.
+    drafter.generation_config.num_draft_passes = 4
+    other = target.generate(tokens, assistant_model=drafter, **settings)
+    assert other.draft_statistics.accepted_by_depth == output.draft_statistics.accepted_by_depth
+    with pytest.raises(ValueError, match="`draft_tree` is 4 deep, but the drafter proposes 3 tokens a round"):
+        target.generate(tokens, assistant_model=drafter, draft_tree=[[0], [0, 0], [0, 0, 0], [0, 0, 0, 0]], **settings)
     assert 0 < output.draft_statistics.drafted_tokens and len(output.draft_statistics.accepted_by_depth) <= 3
 
-    head, drafter = TargetHead(drafter, target), drafter.train()
+    heads, drafter = TrainingHeads.of(drafter, target), drafter.train()
     ids = random_tokens(2, 24)
     valid = torch.ones_like(ids, dtype=torch.bool)
     batch = DraftBatch(target_features(target, ids, valid), ids, valid, valid, torch.arange(2))
     optimizer = torch.optim.AdamW(drafter.parameters(), lr=1e-2)
     losses = []
     for step in range(60):
-        result = draft_loss(drafter, head, batch, torch.Generator().manual_seed(step), DistillationWeights())
+        result = draft_loss(drafter, heads, batch, torch.Generator().manual_seed(step), DistillationWeights())
         optimizer.zero_grad()
         result.loss.backward()
         optimizer.step()

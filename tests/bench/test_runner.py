@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from eagle3_models import new_eagle3
 from tiny_models import (
     prompt,
     tiny_drafter,
@@ -45,6 +46,20 @@ def test_every_method_answers_like_plain_decoding(models, tmp_path, settings):
             assert row["identical_prompts"] == row["num_prompts"] and row["speedup"] > 0
         assert (row["tau"] is None) is (row["method"] in ("plain", "prompt_lookup", "plain_packed"))
     assert [row["new_tokens"] for row in rows if row["method"] == "plain"] == [36, 12, 48]
+
+
+def test_every_method_takes_a_drafter_of_another_method(models, tmp_path):
+    models.drafters["falcon"] = new_eagle3(models.target, draft_vocab_size=40)
+    names = "plain eagle_like falcon_chain falcon_dynamic falcon falcon@3 falcon_packed falcon_multi_root".split()
+    found, absent = methods.resolve(names, models)
+    assert list(found) == names and not absent
+    file = TraceFile(tmp_path, {})
+    benchmark = Benchmark(models.target, tiny_tokenizer(), found, SETTINGS, repeats=1)
+    benchmark.run({"one": [["abc"]]}, file)
+    for row in summarise(file.traces.values(), exact=True):
+        assert row["identical_prompts"] == row["num_prompts"] and (row["tau"] is None) is (row["method"] == "plain")
+    assert all(each.operations > 0 for each in benchmark.operations("abc").values())
+    assert models.drafters["falcon"].generation_config.num_assistant_tokens == 12
 
 
 def test_packed_methods_decode_with_packed_weights(models, tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from bench_runs import SHAPE, medusa_like
+from eagle3_models import new_eagle3
 from tiny_models import (
     new_drafter,
     new_target,
@@ -88,3 +89,9 @@ def test_what_cannot_be_scaled():
         scaled_target(target, Shape(64, 64, 2, 8, 4, 12))
     with pytest.raises(ValueError, match="`num_lstm_layers` 2"):
         scaled_drafter(new_drafter(target, num_lstm_layers=2), target)
+
+
+def test_only_falcon_drafters_are_scaled():
+    target = new_target(head_dim=8)
+    with pytest.raises(ValueError, match="The drafter is a Eagle3DraftModel: only Falcon drafters can be scaled"):
+        scaled_drafter(new_eagle3(target), scaled_target(target, SHAPE))

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from eagle3_models import new_eagle3, write_original
 from tiny_models import tiny_drafter, tiny_target, tiny_tokenizer
 
 import hf_falcon
@@ -64,6 +65,18 @@ def test_tokens_per_round_are_tau_and_one(saved, capsys):
     assert found["tokens_per_round"] == 1 + found["tau"] and found["divergences"] == []
     assert entry.main(words) == 0
     assert "tokens/round: tau + 1, the acceptance length" in capsys.readouterr().out
+
+
+def test_evaluate_takes_drafters_of_other_methods(saved, tmp_path, capsys):
+    target = tiny_target("llama")
+    drafter = new_eagle3(target)
+    drafter.save_pretrained(tmp_path / "speculators")
+    write_original(drafter, tmp_path / "original")
+    words = ["evaluate", "--data", str(saved / "prompts.jsonl"), "--max_new_tokens", "12", *words_for(saved, "llama")]
+    for name in ("speculators", "original"):
+        assert entry.main([*words, "--drafter", str(tmp_path / name), "--check", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)["data"]["prompts"]
+        assert found["divergences"] == [] and found["drafted_tokens"] > 0 and found["identical"] == 1
 
 
 @pytest.mark.parametrize(
@@ -130,7 +143,7 @@ def help_of(capsys, name):
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("name", ["demo", "generate", "evaluate", "tune", "bench", "prepare", "train"])
+@pytest.mark.parametrize("name", ["demo", "generate", "evaluate", "doctor", "tune", "bench", "prepare", "train"])
 def test_help_shows_a_default_once_and_only_where_there_is_one(capsys, name):
     text = " ".join(help_of(capsys, name).partition("arguments of transformers'")[0].split())
     assert not any(f"(default: {none})" in text for none in (None, False, [], ""))

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from bench_runs import SHAPE, medusa_like
+from eagle3_models import new_eagle3, write_original
 from tiny_models import (
     tiny_drafter,
     tiny_target,
@@ -102,6 +103,24 @@ def test_bench_measures_node_budgets_and_drafters_of_a_name(arguments, tmp_path)
     assert all(run["identical_prompts"] == run["num_prompts"] for run in runs.values())
     assert environment["k2"].endswith("k2") and environment["k2_fingerprint"] != environment["drafter_fingerprint"]
     assert "| falcon@3 |" in (tmp_path / "out" / "report.md").read_text()
+
+
+def test_bench_of_an_eagle3_drafter(arguments, tmp_path, monkeypatch):
+    """As the drafter of all methods, and beside a Falcon drafter."""
+    folder = str(write_original(new_eagle3(tiny_target("llama")), tmp_path / "eagle3"))
+    words = f"--max_turns 1 --methods falcon,eagle_like,falcon_packed --eagle_like {folder} --drafters eagle3={folder}"
+    for number, more in enumerate(([], ["--drafter", folder, "--output", str(tmp_path / "all" / "out")])):
+        assert bench.main([*arguments, *words.split(), *more]) == 0
+        runs, environment = bench_runs(tmp_path / "all" if number else tmp_path)
+        assert list(runs) == [
+            (name, "prompts") for name in ("plain", "falcon", "eagle_like", "falcon_packed", "eagle3")
+        ]
+        assert all(run["identical_prompts"] == 2 for run in runs.values())
+        assert runs["eagle3", "prompts"]["drafter_memory_mb"] > 0 and runs["eagle3", "prompts"]["tau"] is not None
+        assert (environment["drafter_fingerprint"] == environment["eagle3_fingerprint"]) is (number == 1)
+    monkeypatch.setitem(SHAPES, "1b", SHAPE)
+    with pytest.raises(ValueError, match="only Falcon drafters can be scaled"):
+        bench.main([*arguments, "--scaled", "1b", "--drafter", folder, "--output", str(tmp_path / "scaled")])
 
 
 def test_bench_in_a_larger_shape(arguments, tmp_path, monkeypatch, capsys):

@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from eagle3_models import REFERENCES, new_eagle3, write_original
 from hub_server import TOKEN, USER, running_hub
 from huggingface_hub import ModelCard
 from tiny_models import hooks_of, tiny_drafter, tiny_target, tiny_tokenizer
@@ -124,7 +125,47 @@ def test_info_of_a_folder(saved, capsys):
     assert entry.main(["info", str(saved / "drafter")]) == 0
     assert "drafts all of 64 tokens" in capsys.readouterr().out
     assert entry.main(["info", str(saved / "target")]) == 1
-    assert "`model_type` is 'llama'" in capsys.readouterr().err
+    assert "['LlamaForCausalLM'], which is no drafter of a known method: Falcon" in capsys.readouterr().err
+
+
+INFO = {
+    "eagle3_llama": ("speculators", "a-user/a-target", 20, [1, 3, 4]),
+    "eagle3_full_vocabulary": ("speculators", "a-user/a-target", None, [1, 3, 4]),
+    "eagle3_two_layers": ("speculators", "a-user/a-target", 20, [1, 3, 4]),
+    "eagle3_original": ("original", None, 20, None),
+    "eagle3_original_eagle_config": ("original", None, 20, [1, 3, 4]),
+    "eagle3_original_binary": ("original", None, 20, None),
+}
+
+
+@pytest.mark.parametrize("case", INFO)
+def test_info_of_an_eagle3_drafter(case, capsys, monkeypatch):
+    """From its configuration and the headers of its files: no weights are read."""
+    drafter = hf_falcon.AutoDrafter.from_pretrained(REFERENCES / case)
+    for name in ("safetensors.torch.load_file", "torch.load", "hf_falcon.drafters.checkpoints.load_file"):
+        monkeypatch.setattr(name, None)
+    assert entry.main(["info", str(REFERENCES / case), "--json"]) == 0
+    found, (layout, target, draft_vocab_size, layers) = json.loads(capsys.readouterr().out), INFO[case]
+    assert (found["method"], found["layout"], found["k"], found["vocab_size"]) == ("EAGLE-3", layout, 1, 48)
+    assert (found["target"], found["draft_vocab_size"], found["feature_layers"]) == (target, draft_vocab_size, layers)
+    assert found["target_model_type"] == ("LlamaForCausalLM" if target else None)
+    is_binary = case.endswith("binary")
+    assert found["parameters"] == (None if is_binary else drafter.num_parameters())
+    file = REFERENCES / case / ("pytorch_model.bin" if is_binary else "model.safetensors")
+    # The reference's own tensors are in the folder, too.
+    assert found["bytes"] == file.stat().st_size
+    assert entry.main(["info", str(REFERENCES / case)]) == 0
+    printed = capsys.readouterr().out
+    assert "EAGLE-3" in printed and f"drafts {'all' if draft_vocab_size is None else 20} of 48 tokens" in printed
+    assert ("the outputs of layers 1, 3, 4" in printed) is (layers is not None)
+
+
+def test_info_of_a_damaged_file(tmp_path, capsys):
+    folder = write_original(new_eagle3(tiny_target("llama")), tmp_path)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:50])
+    assert entry.main(["info", str(folder)]) == 1
+    assert "`model.safetensors` in" in capsys.readouterr().err
 
 
 def test_info_of_an_empty_folder(tmp_path, capsys):
@@ -144,17 +185,22 @@ from hf_falcon.commands.main import main
 assert main(["push", sys.argv[1], "tester/tiny", "--license", "mit"]) == 0
 assert main(["info", "tester/tiny"]) == 0
 assert main(["push", sys.argv[1] + "/none", "tester/tiny"]) == 1
+assert main(["push", sys.argv[2], "tester/eagle3"]) == 0
+assert main(["info", "tester/eagle3"]) == 0
+assert main(["push", sys.argv[2], "tester/eagle3", "--license", "mit"]) == 1
 """
 
 
 def test_push_and_info(saved, trained, tmp_path):
     drafter = hf_falcon.FalconDraftModel.from_pretrained(saved / "drafter")
     drafter.save_pretrained(trained)
+    other = write_original(new_eagle3(tiny_target("llama"), draft_vocab_size=40), tmp_path / "eagle3")
+    (other / "README.md").write_text("# mine")
     with running_hub() as hub:
         environment = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home")}
         environment |= {"PYTHONPATH": str(SOURCE.parent), "PATH": os.environ["PATH"], "HF_HUB_DISABLE_XET": "1"}
         result = subprocess.run(
-            [sys.executable, "-c", COMMANDS, str(trained)],
+            [sys.executable, "-c", COMMANDS, str(trained), str(other)],
             env=environment,
             capture_output=True,
             text=True,
@@ -171,9 +217,17 @@ def test_push_and_info(saved, trained, tmp_path):
     card = ModelCard(files["README.md"].decode())
     assert card.data.license == "mit" and 'custom_generate="tester/tiny"' in card.text
     assert f"{hub.endpoint}/tester/tiny/commit/" in result.stdout
-    rows = {line.split()[0]: line for line in result.stdout.splitlines()}
+    first, second = result.stdout.split(f"{hub.endpoint}/tester/eagle3/commit/")
+    rows = {line.split()[0]: line for line in first.splitlines()}
     assert "1.2345 (held-out prompts" in rows["tau"] and "mit" in rows["license"] and "weights" in rows["size"]
     assert "is not a folder" in result.stderr
+    # A drafter of another method is pushed in the layout of the package, without code. Only headers are read of it.
+    files = hub.repositories[f"{USER}/eagle3"].files()
+    assert set(files) == {"README.md", "config.json", "generation_config.json", "model.safetensors"}
+    assert files["README.md"] == b"# mine" and b"Eagle3Speculator" in files["config.json"]
+    assert "EAGLE-3, layout of the package speculators" in second and "drafts 40 of 64 tokens" in second
+    weights = [asked for asked in hub.requests if asked == ("GET", "/tester/eagle3/resolve/main/model.safetensors")]
+    assert not weights and "`license` is 'mit', and this command writes no card" in result.stderr
 
 
 def test_generate_is_plain_decoding(saved, capsys, monkeypatch):
@@ -360,3 +414,26 @@ def test_chat_on_a_terminal(saved, monkeypatch):
     # What was counted on the way is what decoding says in the end.
     words = re.fullmatch(r"\[190 tokens, .* (\d\.\d\d tokens a round, \d+ % drafted)\]\n", errors.getvalue())[1]
     assert lasts[-1].endswith(words) and "1.00 tokens" not in words
+
+
+@pytest.mark.parametrize("layout", ["speculators", "original"])
+def test_commands_take_drafters_of_other_methods(saved, tmp_path, capsys, monkeypatch, layout):
+    """Packed and compiled, too; and in a chat."""
+    drafter = new_eagle3(tiny_target("llama"))
+    drafter.save_pretrained(tmp_path) if layout == "speculators" else write_original(drafter, tmp_path)
+    compiled = []
+    monkeypatch.setattr(generate, "compile_rounds", lambda target, drafter: compiled.append(drafter))
+    common = ["generate", "--target", str(saved / "target"), "--dtype", "float32", "--max_new_tokens", "20"]
+    texts = []
+    for words in (["--plain"], ["--drafter", str(tmp_path)], ["--drafter", str(tmp_path), "--pack", "--compile"]):
+        assert entry.main([*common, "--prompt", "abcd", *words]) == 0
+        captured = capsys.readouterr()
+        texts.append(captured.out)
+        assert ("tokens a round" in captured.err) == (words != ["--plain"])
+    assert texts[0] == texts[1] == texts[2] and texts[0]
+    assert [type(each) for each in compiled] == [type(drafter)] and is_packed(compiled[0])
+    lines = iter(["abc", ""])
+    monkeypatch.setattr(builtins, "input", lambda prompt: next(lines))
+    words = ["--target", str(saved / "target"), "--drafter", str(tmp_path), "--dtype", "float32"]
+    assert entry.main(["chat", *words, "--max_new_tokens", "8"]) == 0
+    assert " tokens a round, " in capsys.readouterr().err

@@ -5,9 +5,11 @@ import json
 
 import pytest
 import torch
+from eagle3_models import REFERENCES, new_eagle3, reference_target, write_original
 from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import GenerationConfig
 
+from hf_falcon import AutoDrafter
 from hf_falcon.bench import tuning
 from hf_falcon.commands import tune
 from hf_falcon.core import costs
@@ -59,6 +61,30 @@ def test_tune_command(tmp_path, monkeypatch, capsys):
     assert found["draft_calibration"] and DraftOptions.from_generation_config(kept).draft_calibration
     # The next call of `generate` reads these times.
     assert costs.load(target, CostKey.of(target, 20, 5)) == {int(n): s for n, s in found["seconds"].items()}
+
+
+def test_tune_of_an_eagle3_drafter(tmp_path, monkeypatch):
+    """The calibration goes into the folder as it was published."""
+    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path / "cache"))
+    target = tiny_target("llama")
+    target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    folder = write_original(new_eagle3(target), tmp_path / "drafter")
+    GenerationConfig(num_assistant_tokens=5, num_draft_passes=2).save_pretrained(folder)
+    words = f"--target {tmp_path}/target --drafter {folder} --context 20 --max_new_tokens 8 --seconds 0.2 --pack"
+    assert tune.main([*words.split(), "--dtype", "float32", "--device", "cpu"]) == 0
+    found, kept = json.loads((folder / "tune.json").read_text()), AutoDrafter.from_pretrained(folder).generation_config
+    assert len(found["speedup"]) == 2 and found["draft_pass"] > 0
+    assert kept.draft_calibration == found["draft_calibration"] and kept.num_assistant_tokens == 5
+
+
+def test_a_drafter_that_does_not_know_its_layers_yet():
+    """They follow from the target, before anything else is asked."""
+    drafter, target = AutoDrafter.from_pretrained(REFERENCES / "eagle3_original"), reference_target("eagle3_original")
+    for name, value in {"num_assistant_tokens": 3, "num_draft_passes": 2}.items():
+        setattr(drafter.generation_config, name, value)
+    found = tuning.tune(target, drafter, [{"input_ids": prompt(9) % 48}], 20, 6, 0.1)
+    assert found.speedups.shape == (2, 4) and drafter.config.feature_layers == [1, 3, 4]
 
 
 def test_times_of_packed_weights(tmp_path, monkeypatch):

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from distributions import surprise, text_probabilities
 from quick import one_in
 from tiny_models import new_drafter, new_target, prompt, random_tokens, tiny_drafter, tiny_target
 from torch import Tensor
@@ -192,32 +193,6 @@ def test_a_tree_is_walked_as_the_target_would(name, drafter, chances):
 
 
 # With real models, by many samples.
-
-
-def surprise(found: Counter[tuple], expected: dict[tuple, float]) -> float:
-    """Pearson's statistic, in standard deviations above what chance gives; rare outcomes are counted together."""
-    total = sum(found.values())
-    assert sum(expected.values()) == pytest.approx(1.0, abs=1e-4)
-    if not set(found) <= set(expected):
-        return math.inf
-    rare = [outcome for outcome, chance in expected.items() if chance * total < 5]
-    cells = [(found[o], chance * total) for o, chance in expected.items() if chance * total >= 5]
-    cells.append((sum(found[o] for o in rare), sum(expected[o] for o in rare) * total))
-    statistic = sum((seen - wanted) ** 2 / wanted for seen, wanted in cells if wanted > 0)
-    return (statistic - len(cells) + 1) / math.sqrt(2 * len(cells) - 2)
-
-
-@torch.no_grad()
-def text_probabilities(target, ids: Tensor, count: int, processors: Callable) -> dict[tuple, float]:
-    """Of all continuations of `count` tokens that have a probability."""
-    if count == 0:
-        return {(): 1.0}
-    probs = processors(ids, target(ids).logits[:, -1]).softmax(dim=-1)[0]
-    found = {}
-    for token in probs.nonzero()[:, 0]:
-        rest = text_probabilities(target, torch.cat((ids, token[None, None]), dim=1), count - 1, processors)
-        found |= {(int(token), *text): float(probs[token]) * chance for text, chance in rest.items()}
-    return found
 
 
 SETTINGS = {"do_sample": True, "temperature": 2.0, "top_p": 0.95, "repetition_penalty": 1.2}

@@ -3,6 +3,7 @@
 
 import copy
 import gc
+import logging
 import shutil
 import threading
 import weakref
@@ -10,8 +11,10 @@ import weakref
 import pytest
 import torch
 from counting_compiler import Backend, compiled_by, generate, slow, wrong
-from quick import one_in
+from eagle3_models import new_eagle3
+from quick import one_in, quick
 from tiny_models import prompt, tiny_drafter, tiny_target
+from toy_drafter import toy_drafter
 
 import hf_falcon
 from hf_falcon import FalconCandidateGenerator
@@ -288,3 +291,85 @@ def test_trees_are_the_same_by_the_default_compiler(block_size, num_lstm_layers,
         # Rounding may take one of two like nodes for the other.
         for children, as_expected in zip(map(children_of_root, found), map(children_of_root, expected), strict=True):
             assert len(as_expected) > 2 and len(children ^ as_expected) <= 2
+
+
+# Drafters of other methods.
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 16}
+EAGLE3 = {
+    "": {},
+    "own embedding": {"has_embedding": True},
+    "norm_output": {"norm_output": True, "draft_vocab_size": 40},
+    "two layers": {"num_hidden_layers": 2, "model_type": "qwen3"},
+    "window": {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5},
+    "llama3": {"rope_parameters": LLAMA3},
+}
+
+
+@pytest.mark.parametrize("name", quick(["norm_output", "window"], EAGLE3))
+def test_eagle3_drafters(name, target, backend):
+    """Their passes and their own head are compiled; the target's rounds are not, as the drafter reads its layers."""
+    drafter = new_eagle3(target, **EAGLE3[name])
+    drafter.generation_config.draft_width = WIDTH
+    expected = eagle3_trees(target, drafter)
+    with compiled(target, drafter, backend):
+        made, ran = backend.compiled, backend.ran
+        assert compiled_passes_of(drafter, target) is not None
+        assert eagle3_trees(target, drafter) == expected
+        assert backend.compiled == made and backend.ran >= ran + 2 * PARTS * len(expected)
+        for options in ({}, {"do_sample": True}):
+            assert generate(target, prompt(9), drafter, **options) == generate(target, prompt(9), **options)
+        with torch.no_grad():
+            drafter.lm_head.weight.data *= 2.0
+        assert compiled_passes_of(drafter, target) is None
+    ran = backend.ran
+    assert eagle3_trees(target, drafter) != expected and backend.ran == ran
+
+
+def eagle3_trees(target, drafter):
+    generator = FalconCandidateGenerator(drafter, target)
+    text, found = prompt(20), []
+    with torch.no_grad():
+        features = torch.randn(1, 19, 3 * 32, generator=seeded())
+        for start, end in ((0, 9), (9, 10), (10, 14), (14, 15)):
+            generator.commit(features[:, start:end], text[:, start + 1 : end + 1])
+            tree = generator.propose(text[:, : end + 1], generator.max_depth)
+            found.append((tree.token_ids.tolist(), tree.parents.tolist()))
+    return found
+
+
+def test_eagle3_drafters_packed(target, backend):
+    drafter = new_eagle3(target, draft_vocab_size=40)
+    expected = eagle3_trees(target, drafter)
+    with hf_falcon.packed_weights(target, drafter):
+        assert eagle3_trees(target, drafter) == expected
+        with compiled(target, drafter, backend):
+            assert compiled_passes_of(drafter, target) is not None
+            assert eagle3_trees(target, drafter) == expected
+            assert generate(target, prompt(9), drafter) == generate(target, prompt(9))
+    assert eagle3_trees(target, drafter) == expected
+
+
+def test_drafters_without_passes_run_as_they_are(target, backend, caplog, monkeypatch):
+    monkeypatch.setattr(compiling.logger, "warning_once", compiling.logger.warning)
+    caplog.set_level(logging.WARNING, logger="hf_falcon")
+    drafter = toy_drafter(target)
+    with compiled(target, drafter, backend):
+        assert "draft passes of a BigramDrafter cannot be compiled" in caplog.text
+        ran = backend.ran
+        assert generate(target, prompt(9), drafter) == generate(target, prompt(9))
+        # The target's are compiled.
+        assert backend.ran > ran
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("name", ["norm_output", "window"])
+def test_eagle3_drafters_by_the_default_compiler(name, target):
+    drafter = new_eagle3(target, **EAGLE3[name])
+    expected = eagle3_trees(target, drafter)
+    with hf_falcon.compiled_rounds(target, (1,), drafter=drafter):
+        assert compiled_passes_of(drafter, target) is not None
+        assert eagle3_trees(target, drafter) == expected
+        assert generate(target, prompt(9), drafter) == generate(target, prompt(9))

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from eagle3_models import new_eagle3, write_original
 from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
 from utilities import edit
 
@@ -198,6 +199,7 @@ def saved(tmp_path_factory):
     tiny_tokenizer().save_pretrained(folder / "target")
     (folder / "target" / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     tiny_drafter(target).save_pretrained(folder / "drafter")
+    write_original(new_eagle3(target), folder / "eagle3")
     return folder
 
 
@@ -207,6 +209,8 @@ def run(document: str, saved: Path, namespace: dict, dtype: str = "bfloat16") ->
         models.TARGET_NAME: saved / "target",
         f"hf-falcon/{models.DRAFTER_NAME}": saved / "drafter",
         "user/my-drafter": saved / "drafter",
+        "user/eagle3-drafter": saved / "eagle3",
+        "name-or-folder": saved / "drafter",
     }
     for block in blocks(document, "python"):
         for name, folder in names.items():
@@ -240,8 +244,20 @@ def test_python_runs_after_the_readme(document, saved, monkeypatch):
     hf_falcon.uncompile_rounds(namespace["target"])
 
 
+def test_python_of_the_drafters_page(saved):
+    """A drafter of an own class drafts, and the output is plain decoding's."""
+    namespace: dict = {}
+    run("README.md", saved, namespace, "float32")
+    run("docs/drafters.md", saved, namespace, "float32")
+    output = namespace["output"]
+    expected = namespace["target"].generate(**namespace["inputs"], max_new_tokens=16)
+    assert output.sequences.tolist() == expected.tolist() and output.draft_statistics.rounds > 0
+    (toy,) = [block for block in blocks("docs/drafters.md", "python") if "class BigramDrafter" in block]
+    assert len(toy.splitlines()) <= 60
+
+
 def test_every_page_with_python_is_run():
-    run_elsewhere = {"README.md", "docs/usage.md", "docs/cpu.md", "docs/sharing.md", CARD}
+    run_elsewhere = {"README.md", "docs/usage.md", "docs/cpu.md", "docs/sharing.md", "docs/drafters.md", CARD}
     # Its code computes numbers, and is checked by hand; the card's needs a class of the bench.
     names_only = {"examples/train_llama_8b.md", "hub_cards/medusa-like-smollm2-135m-instruct/README.md"}
     assert {document for document in DOCUMENTS if blocks(document, "python")} <= run_elsewhere | names_only

@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """`hf-falcon prepare`: the responses that it writes, and a run that survives being killed."""
 
+import hashlib
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from hf_falcon.commands.models import encode
 from hf_falcon.training import prepare as prepare_module
 from hf_falcon.training import token_file as token_file_module
 from hf_falcon.training.prepare import PrepareArguments, prepare
+from hf_falcon.training.provenance import provenance
 from hf_falcon.training.token_file import TokenFile
 from hf_falcon.training.trainer import DraftSamples, collate
 
@@ -75,6 +77,19 @@ def test_responses_are_those_of_plain_generate(arguments, target):
     # Both ends of the rule were seen: stopped by EOS, and by the budget.
     assert endings == {True, False}
     assert file.metadata["plan"]["seed"] == 0 and file.metadata["target_fingerprint"]
+
+
+def test_the_chat_template_is_recorded(arguments, target, tmp_path):
+    """In the file, and in the provenance of a drafter that is trained on it, unless files have several."""
+    other = tmp_path / "other.jinja"
+    other.write_text(TEMPLATE.replace("</s>", ""))
+    options = [{}, {"chat_template": str(other), "output": str(tmp_path / "other")}]
+    files = [prepare(arguments(limit=2, **each), *target) for each in options]
+    digests = [hashlib.sha256(text.encode()).hexdigest() for text in (TEMPLATE, other.read_text())]
+    assert [file.metadata["chat_template_sha256"] for file in files] == digests
+    assert provenance(target[0], files[0])["data"]["chat_template_sha256"] == digests[0]
+    assert "chat_template_sha256" not in provenance(target[0], TokenFile.concatenate(files))["data"]
+    assert token_file_module.chat_template_sha256(None) is None
 
 
 def test_temperature_is_shared_by_a_batch_and_seeds_matter(arguments, target, tmp_path):

@@ -11,21 +11,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..core.candidate_generator import FalconCandidateGenerator
-from ..core.drafter import FalconDraftModel
+from ..core.interfaces import Drafter
 
 
 @torch.no_grad()
-def drafter_bytes(drafter: FalconDraftModel, target: PreTrainedModel, context: int) -> int:
+def drafter_bytes(drafter: Drafter, target: PreTrainedModel, context: int) -> int:
     """
-    Bytes that the drafter occupies between two rounds: its weights, its copy of the target's LM head, its cache and
-    its tree. Tensors that exist only inside a pass, such as masks, do not count.
+    Bytes that the drafter occupies between two rounds: its weights, its copy of the target's LM head where it has no
+    head of its own, its cache and its tree. Tensors that exist only inside a pass, such as masks, do not count.
 
     Args:
         drafter, target: the drafter and its target.
         context (`int`): tokens of the context, 3 or more.
     """
     generator = FalconCandidateGenerator(drafter, target)
-    width = drafter.config.hidden_size * (1 + len(drafter.config.feature_layers))
+    width = target.get_output_embeddings().weight.shape[-1] * (1 + len(drafter.config.feature_layers))
     # The values of the features do not matter, only that rounds at this length have taken place.
     features = torch.zeros(1, context, width, dtype=target.dtype, device=target.device)
     token_ids = torch.zeros(1, context, dtype=torch.long, device=target.device)

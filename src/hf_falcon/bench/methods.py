@@ -12,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from ..core.draft_options import DraftOptions
-from ..core.drafter import FalconDraftModel
+from ..core.drafter import DraftModel
 from ..core.policy import acceptance_stats_of
 from .decision import DecisionModel
 
@@ -32,7 +32,7 @@ class Models:
 
     Args:
         target ([`PreTrainedModel`]): the target.
-        drafters (`dict[str, FalconDraftModel]`): its drafters by name: "falcon" for all methods `falcon...`,
+        drafters (`dict[str, DraftModel]`): its drafters by name: "falcon" for all methods `falcon...`,
             "eagle_like" and "medusa_like" for those methods, and any other name for a method of that name.
         draft_model ([`PreTrainedModel`], *optional*): a smaller language model with the target's tokenizer.
         longest_context (`int`, *optional*): tokens of the longest dialogue, answers included.
@@ -41,7 +41,7 @@ class Models:
     """
 
     target: PreTrainedModel
-    drafters: dict[str, FalconDraftModel]
+    drafters: dict[str, DraftModel]
     draft_model: PreTrainedModel | None = None
     longest_context: int | None = None
     absent: dict[str, str] = field(default_factory=dict)
@@ -92,10 +92,12 @@ def _fixed_tree(models: Models, name: str = FALCON, **options: Any) -> dict[str,
 def _eagle_like(models: Models) -> dict[str, Any]:
     name = "eagle_like" if "eagle_like" in models.drafters else FALCON
     config = models.drafters[name].config
-    if config.block_size != 1 or config.num_lstm_layers != 0:
+    # Only Falcon drafters can have LSTM layers.
+    lstm_layers = getattr(config, "num_lstm_layers", 0)
+    if config.block_size != 1 or lstm_layers != 0:
         raise NotAvailable(
-            f"the drafter has `block_size` {config.block_size} and {config.num_lstm_layers} LSTM layers: give one "
-            "with 1 and none as `eagle_like`"
+            f"the drafter has `block_size` {config.block_size} and {lstm_layers} LSTM layers: give one with 1 and "
+            "none as `eagle_like`"
         )
     return _fixed_tree(models, name, draft_tree="static")
 
@@ -190,7 +192,7 @@ def resolve(names: list[str], models: Models) -> tuple[dict[str, dict[str, Any]]
             continue
         if at:
             drafter = arguments.get("assistant_model")
-            if not isinstance(drafter, FalconDraftModel):
+            if not isinstance(drafter, DraftModel):
                 raise ValueError(f"`methods` has {name!r}, but `{base}` has no trees: leave out {at + budget!r}.")
             if not budget.isdecimal() or int(budget) < 1:
                 raise ValueError(f"`methods` has {name!r}: give a number of nodes after the @, as in `{base}@8`.")
@@ -201,7 +203,7 @@ def resolve(names: list[str], models: Models) -> tuple[dict[str, dict[str, Any]]
     return found, absent
 
 
-def _with_options(drafter: FalconDraftModel, **options: Any) -> FalconDraftModel:
+def _with_options(drafter: DraftModel, **options: Any) -> DraftModel:
     """A drafter with the same weights and other drafting options."""
     other = copy.copy(drafter)
     other.generation_config = copy.deepcopy(drafter.generation_config)

@@ -16,7 +16,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
-from ..core.drafter import FalconDraftModel
+from ..core.drafter import DraftModel
 from ..cpu.compiling import compiled_rounds
 from ..cpu.packing import packed_weights
 from .divergence import first_divergence
@@ -131,13 +131,13 @@ class Benchmark:
 
     def operations(self, text: str) -> dict[str, RoundOperations | None]:
         """
-        What a plain step asks of the device, and a round of each method that drafts with a Falcon drafter, for a
-        prompt. Packed and compiled methods are left out: their operations are not dispatched one by one.
+        What a plain step asks of the device, and a round of each method that drafts with one of our drafters,
+        for a prompt. Packed and compiled methods are left out: their operations are not dispatched one by one.
         """
         inputs = encode(self._tokenizer, [{"role": "user", "content": text}], self._target.device)
         found = {}
         for name, arguments in self._methods.items():
-            drafts = isinstance(arguments.get("assistant_model"), FalconDraftModel)
+            drafts = isinstance(arguments.get("assistant_model"), DraftModel)
             if (drafts and name not in (*PACKED, *COMPILED)) or name == PLAIN:
                 found[name] = count_round(self._target, partial(self._generate, name, inputs), name == PLAIN)
         return found

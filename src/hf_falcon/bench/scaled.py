@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ..core.checkpoint_files import weights_fingerprint
 from ..core.configuration_falcon_draft import FalconDraftConfig
-from ..core.drafter import FalconDraftModel
+from ..core.drafter import DraftModel, FalconDraftModel
 from .medusa import MedusaLikeModel
 from .memory import weight_bytes
 
@@ -87,14 +87,16 @@ def scaled_target(target: PreTrainedModel, shape: Shape) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def scaled_drafter(drafter: FalconDraftModel, target: PreTrainedModel) -> FalconDraftModel:
+def scaled_drafter(drafter: DraftModel, target: PreTrainedModel) -> FalconDraftModel:
     """
     A drafter for the scaled `target` with the function of `drafter`, in the sizes of a new drafter for that target.
 
     Raises:
-        `ValueError`: if `drafter` has parts that cannot be scaled or does not fit into these sizes, or the memory is
-            not enough.
+        `ValueError`: if `drafter` is no Falcon drafter, has parts that cannot be scaled or does not fit into these
+            sizes, or the memory is not enough.
     """
+    if not isinstance(drafter, FalconDraftModel):
+        raise ValueError(f"The drafter is a {type(drafter).__name__}: only Falcon drafters can be scaled.")
     config = drafter.config
     if config.num_lstm_layers > 0 or config.conditioning_size > 0 or config.feature_layers:
         raise ValueError(

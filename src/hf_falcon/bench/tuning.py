@@ -14,11 +14,10 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
-from ..core.candidate_generator import FalconCandidateGenerator
+from ..core.candidate_generator import FalconCandidateGenerator, limited_options
 from ..core.costs import CostKey, Costs, Stopwatch, measure, save
 from ..core.draft_options import DraftOptions
-from ..core.drafter import FalconDraftModel
-from ..core.interfaces import target_acceleration
+from ..core.interfaces import Drafter, target_acceleration
 from ..core.policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, acceptance_stats_of
 from ..core.target_parts import FeatureTap
 from ..core.target_run import TargetRun
@@ -82,7 +81,7 @@ class Tuning:
 
 def tune(
     target: PreTrainedModel,
-    drafter: FalconDraftModel,
+    drafter: Drafter,
     prompts: list[dict[str, Tensor]],
     context: int,
     max_new_tokens: int,
@@ -99,11 +98,13 @@ def tune(
         seconds (`float`): how long the target is timed.
 
     Raises:
-        `ValueError`: for static trees, which have one size.
+        `ValueError`: for static trees, which have one size, and for a drafter of another target.
     """
+    # A drafter may only know the layers that it reads once it knows the target.
+    drafter.check_target(target)
     # All sizes are tried: a threshold would end the search early.
     drafter.generation_config.assistant_confidence_threshold = 0.0
-    options = DraftOptions.from_generation_config(drafter.generation_config)
+    options = limited_options(DraftOptions.from_generation_config(drafter.generation_config), drafter)
     if options.draft_tree != "dynamic":
         raise ValueError(f"`draft_tree` is {options.draft_tree!r}: only dynamic trees have a size to be tuned.")
     acceleration = target_acceleration(target, reads_layers=bool(drafter.config.feature_layers))
@@ -197,7 +198,7 @@ def seconds_by_threads(
 
 @torch.no_grad()
 def drafting(
-    drafter: FalconDraftModel, target: PreTrainedModel, texts: list[Tensor], options: DraftOptions
+    drafter: Drafter, target: PreTrainedModel, texts: list[Tensor], options: DraftOptions
 ) -> tuple[Tensor, float, float]:
     """
     Drafts at every position of some texts.

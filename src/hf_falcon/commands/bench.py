@@ -27,7 +27,7 @@ from ..bench.scaled import SHAPES, scaled_drafter, scaled_target
 from ..bench.traces import TRACES_NAME, TraceFile
 from ..core.checkpoint_files import weights_fingerprint
 from ..core.draft_options import DraftOptions
-from ..core.drafter import FalconDraftModel
+from ..core.drafter import DraftModel
 from ..training.token_file import write_atomically
 from .main import installed_version
 from .models import (
@@ -277,7 +277,7 @@ def _digest(data: dict[str, list[list[str]]]) -> str:
     return hashlib.sha256(json.dumps(data).encode()).hexdigest()[:16]
 
 
-def _options(drafter: FalconDraftModel) -> DraftOptions:
+def _options(drafter: DraftModel) -> DraftOptions:
     return DraftOptions.from_generation_config(drafter.generation_config)
 
 
@@ -291,7 +291,7 @@ def _add_drafting(
         drafter = arguments.get("assistant_model")
         fields = ("node_budget", "passes", "drafter_memory_mb", "drafter_memory_share")
         found[name] = dict.fromkeys(fields) | {"scaled": scaled}
-        if isinstance(drafter, FalconDraftModel):
+        if isinstance(drafter, DraftModel):
             options = _options(drafter)
             size = drafter_bytes(drafter, models.target, max(models.longest_context or 0, 3))
             values = (options.num_assistant_tokens, options.num_draft_passes, size / 1e6, size / target_bytes)

@@ -1,5 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""`hf-falcon push FOLDER REPOSITORY`: a drafter, its code and its card to the Hub, in one commit."""
+"""
+`hf-falcon push FOLDER REPOSITORY`: a drafter and its card to the Hub, in one commit; a Falcon drafter with its code.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from pathlib import Path
 
 from ..core.checkpoint_files import upload
 from ..core.drafter import FalconDraftModel
+from ..drafters.auto import AutoDrafter
 from .card import MARK, render_card
 from .models import no_progress_bars
 from .run_arguments import CommandParser
@@ -44,11 +47,17 @@ def main(argv: list[str]) -> int:
         )
     # Loaded, and not only copied: a drafter that cannot be loaded is not pushed.
     with no_progress_bars(folder):
-        drafter = FalconDraftModel.from_pretrained(str(folder))
+        drafter = AutoDrafter.from_pretrained(str(folder))
     file = folder / "README.md"
-    card = file.read_text(encoding="utf-8") if file.is_file() else MARK
-    if MARK in card:
+    is_falcon = isinstance(drafter, FalconDraftModel)
+    card = file.read_text(encoding="utf-8") if file.is_file() else MARK if is_falcon else None
+    if card is not None and MARK in card and is_falcon:
         card = str(render_card(drafter.config, folder, repository, arguments.license))
+    elif arguments.license is not None:
+        raise ValueError(
+            f"`license` is {arguments.license!r}, and this command writes no card here: write the licence into the "
+            f"metadata of `{file}`."
+        )
 
     def save(place: str) -> None:
         with no_progress_bars(folder):

@@ -385,7 +385,7 @@ class FalconDraftConfig(PreTrainedConfig):
         return cls(**{**fields, **overrides})
 
     def name_target(self, target: PreTrainedModel) -> None:
-        """Takes the name and the fingerprint of the target that the drafter has been trained for."""
+        """Takes the name and the fingerprint of `target`, which the drafter has been trained for."""
         self.target_name_or_path = target.name_or_path or None
         self.target_fingerprint = weights_fingerprint(target)
 

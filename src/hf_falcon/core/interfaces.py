@@ -47,19 +47,22 @@ class DraftHead(Protocol):
     """
 
     @property
-    def draft_vocab_size(self) -> int: ...
+    def draft_vocab_size(self) -> int:
+        """See [`DraftHead`]."""
 
     @property
-    def vocab_ids(self) -> Tensor | None: ...
+    def vocab_ids(self) -> Tensor | None:
+        """See [`DraftHead`]."""
 
     @property
-    def linear(self) -> nn.Linear | None: ...
+    def linear(self) -> nn.Linear | None:
+        """See [`DraftHead`]."""
 
     def logits(self, states: Tensor) -> Tensor:
-        """Logits of shape `(..., draft_vocab_size)` for states of shape `(..., state_size)`."""
+        """Logits of shape `(..., draft_vocab_size)` for `states` of shape `(..., state_size)`."""
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
-        """Converts ids of the draft vocabulary to ids of the target's vocabulary."""
+        """Converts `draft_ids` of the draft vocabulary to ids of the target's vocabulary."""
 
 
 class DraftSession(Protocol):
@@ -71,7 +74,8 @@ class DraftSession(Protocol):
     """
 
     @property
-    def is_conditional(self) -> bool: ...
+    def is_conditional(self) -> bool:
+        """See [`DraftSession`]."""
 
     def commit(
         self, features: Tensor, next_token_ids: Tensor, first_position: int = 0, prompt_embeds: Tensor | None = None
@@ -100,6 +104,11 @@ class DraftSession(Protocol):
     def extend(self, drafted: DraftedBlocks) -> Tensor:
         """
         Runs one more draft pass, over paths of the pass before.
+
+        Args:
+            drafted ([`DraftedBlocks`]):
+                The paths. With `verification` "multi_root" the states of a round's first pass are features of the
+                target, as `commit` takes them.
 
         Returns:
             `torch.Tensor` of shape `(width, block_size, state_size)`: states of the tokens behind each path.
@@ -137,13 +146,14 @@ class Drafter(Protocol):
     max_draft_passes: int | None
 
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """See [`Drafter`]."""
 
     def check_target(self, target: PreTrainedModel) -> None:
         """Raises a `ValueError` that names the field, if it cannot draft for `target`."""
 
     def make_head(self, target: PreTrainedModel) -> Any:
-        """A [`DraftHead`] for one call of `target.generate`."""
+        """Returns a [`DraftHead`], for one call of the `generate` of `target`."""
 
     def start_session(self, head: Any, acceleration: DrafterAcceleration) -> DraftSession:
         """
@@ -152,6 +162,9 @@ class Drafter(Protocol):
         Args:
             head ([`DraftHead`]): what `make_head` returned.
             acceleration ([`DrafterAcceleration`]): how its layers run.
+
+        Returns:
+            [`DraftSession`]: for one `generate` call.
         """
 
 

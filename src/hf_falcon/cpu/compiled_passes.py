@@ -7,19 +7,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CompileConfig, PreTrainedModel
 
 from ..core.caches import DraftCache
-from ..core.draft_session import TargetHead
-from ..core.modeling_falcon_draft import FalconDraftNetwork, hide_end
+from ..core.modeling_falcon_draft import KeyValueCache, hide_end
 from .compact_linears import CompactLinears
 from .compact_weights import WeightMark
 from .compiled_code import CompiledCode, captures_graphs, mark_rows, write_rows
+
+
+@runtime_checkable
+class CompilableDrafter(Protocol):
+    """A drafter whose passes can be compiled: its session is a [`BlockSession`]. See [`FalconDraftNetwork`]."""
+
+    window: int | None
+
+    def fuse(self, features: Tensor, inputs_embeds: Tensor, state: Any = None) -> tuple[Tensor, Any]: ...
+
+    def run_layers(
+        self, fused: Tensor, ends: Tensor, position_ids: Tensor, mask: Tensor, cache: KeyValueCache | None = None
+    ) -> Tensor: ...
 
 
 class PassRows:
@@ -55,7 +67,7 @@ class CompiledPasses:
         self.rows = rows
         # Whether they are faster than uncompiled passes; `None` before the comparison.
         self.is_faster: bool | None = None
-        # Embedding and LM head, for many calls of `generate`; `None` while the passes are not in use.
+        # The drafter's head, for many calls of `generate`; `None` while the passes are not in use.
         self.head: CompiledHead | None = None
         self._config = compile_config
         self._weights = CompactLinears()
@@ -67,8 +79,8 @@ class CompiledPasses:
         with self._decode.compiling(), self._logits.compiling():
             yield
 
-    def take(self, drafter: FalconDraftNetwork, target: PreTrainedModel) -> CompiledHead:
-        """Prepares the current weights of a drafter and of its target's LM head."""
+    def take(self, drafter: Any, target: PreTrainedModel) -> CompiledHead:
+        """Prepares the current weights of a drafter and of its head, which may be the target's."""
         self.head = head = CompiledHead(drafter, target, self)
         if self._weights.take(drafter, head.linear):
             self.is_faster = None
@@ -79,13 +91,13 @@ class CompiledPasses:
         self.head = None
         self._weights.drop()
 
-    def are_of(self, drafter: FalconDraftNetwork, target: PreTrainedModel) -> bool:
+    def are_of(self, drafter: Any, target: PreTrainedModel) -> bool:
         """Whether the weights of both are unchanged; see [`WeightMark.is_of`]."""
         return self.head is not None and self.head.is_of(drafter, target) and self._weights.are_current
 
     def run_layers(
         self,
-        drafter: FalconDraftNetwork,
+        drafter: CompilableDrafter,
         fused: Tensor,
         ends: Tensor,
         position_ids: Tensor,
@@ -117,9 +129,9 @@ class CompiledPasses:
             predicted = self._decode(drafter, fused, ends, position_ids, mask, PassRows(layers, self.rows, slots))
         return predicted[:, :count]
 
-    def logits(self, head: CompiledHead, features: Tensor) -> Tensor | None:
-        """See [`TargetHead.logits`]; of shape `(rows, draft_vocab_size)`, or `None` for too many rows."""
-        rows = features.reshape(-1, features.shape[-1])
+    def logits(self, head: Any, states: Tensor) -> Tensor | None:
+        """See [`DraftHead.logits`]; of shape `(rows, draft_vocab_size)`, or `None` for too many rows."""
+        rows = states.reshape(-1, states.shape[-1])
         missing = self.rows - rows.shape[0]
         if missing < 0:
             return None
@@ -127,41 +139,56 @@ class CompiledPasses:
             return self._logits(head, F.pad(rows, (0, 0, 0, missing)))[: rows.shape[0]]
 
 
-class CompiledHead(TargetHead):
+class CompiledHead:
     """
-    A [`TargetHead`] whose logits of a few rows are compiled.
+    A drafter's head whose logits of a few rows are compiled; see [`DraftHead`].
 
     Args:
-        drafter, target: see [`TargetHead`].
+        drafter, target: see [`Drafter.make_head`].
         passes ([`CompiledPasses`]): the owner of the compiled code.
+
+    Attributes:
+        plain ([`DraftHead`]): the head itself.
     """
 
-    def __init__(self, drafter: FalconDraftNetwork, target: PreTrainedModel, passes: CompiledPasses):
-        super().__init__(drafter, target)
+    def __init__(self, drafter: Any, target: PreTrainedModel, passes: CompiledPasses):
+        self.plain = drafter.make_head(target)
+        self.linear: nn.Linear = self.plain.linear
+        self.draft_vocab_size: int = self.plain.draft_vocab_size
+        self.vocab_ids: Tensor | None = self.plain.vocab_ids
         self._passes = passes
-        self._source = WeightMark(_head_weight(target))
+        # The linear layer may be a copy of the target's rows.
+        self._marks = [WeightMark(weight) for weight in self._weights(target)]
 
-    def is_of(self, drafter: FalconDraftNetwork, target: PreTrainedModel) -> bool:
-        """Whether this is still the target's LM head, by a sample of its values."""
-        source, mine = _head_weight(target), self.linear.weight
-        return self._source.is_of(source) and (mine.dtype, mine.device) == (drafter.norm.weight.dtype, source.device)
+    def is_of(self, drafter: Any, target: PreTrainedModel) -> bool:
+        """Whether this is still the head of both, by a sample of its values."""
+        are_same = all(mark.is_of(weight) for mark, weight in zip(self._marks, self._weights(target)))
+        mine = self.linear.weight
+        return are_same and (mine.dtype, mine.device) == (drafter.dtype, drafter.device)
 
-    def logits(self, features: Tensor) -> Tensor:
-        """See [`TargetHead.logits`]."""
-        logits = self._passes.logits(self, features)
-        return super().logits(features) if logits is None else logits.view(*features.shape[:-1], -1)
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """See [`TargetHead.embed`]."""
+        return self.plain.embed(token_ids)
 
+    def logits(self, states: Tensor) -> Tensor:
+        """See [`DraftHead.logits`]."""
+        logits = self._passes.logits(self.plain, states)
+        return self.plain.logits(states) if logits is None else logits.view(*states.shape[:-1], -1)
 
-def _head_weight(target: PreTrainedModel) -> Tensor:
-    head: Any = target.get_output_embeddings()
-    return head.weight
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """See [`DraftHead.to_target_ids`]."""
+        return self.plain.to_target_ids(draft_ids)
+
+    def _weights(self, target: PreTrainedModel) -> list[Tensor]:
+        output: Any = target.get_output_embeddings()
+        return [output.weight, self.linear.weight]
 
 
 def _decode(
-    drafter: FalconDraftNetwork, fused: Tensor, ends: Tensor, position_ids: Tensor, mask: Tensor, rows: PassRows
+    drafter: CompilableDrafter, fused: Tensor, ends: Tensor, position_ids: Tensor, mask: Tensor, rows: PassRows
 ) -> Tensor:
     return drafter.run_layers(fused, ends, position_ids, mask, rows)
 
 
-def _logits(head: TargetHead, rows: Tensor) -> Tensor:
-    return TargetHead.logits(head, rows)
+def _logits(head: Any, rows: Tensor) -> Tensor:
+    return head.logits(rows)

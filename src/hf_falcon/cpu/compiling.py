@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,14 +17,13 @@ from transformers.utils import logging
 
 from ..core.caches import STATIC_SLOTS, DraftCache
 from ..core.draft_options import DraftOptions
-from ..core.draft_session import TargetHead, check_target
-from ..core.drafter import FalconDraftModel
+from ..core.drafter import DraftModel
 from ..core.modeling_falcon_draft import hide_end
 from ..core.target_parts import decoder_of, unsupported_reason
 from ..core.target_run import TargetRun
 from .backend import CpuTarget
 from .compiled_code import captures_graphs
-from .compiled_passes import CompiledHead, CompiledPasses
+from .compiled_passes import CompilableDrafter, CompiledHead, CompiledPasses
 from .compiled_rounds import CompiledRounds, compiled
 from .packing import is_packed
 from .skinny_gemm import linears_of, skinny_gemm
@@ -48,7 +48,7 @@ def compile_rounds(
     target: PreTrainedModel,
     sizes: Sequence[int] = SIZES,
     compile_config: CompileConfig | None = None,
-    drafter: FalconDraftModel | None = None,
+    drafter: DraftModel | None = None,
 ) -> list[int]:
     """
     Compiles a target's forward for trees of a few sizes, and a drafter's passes, by `torch.compile`, until
@@ -67,16 +67,15 @@ def compile_rounds(
             Smaller trees are padded to one of these sizes; larger trees run uncompiled.
         compile_config ([`CompileConfig`], *optional*): backend, mode and options for `torch.compile`; `fullgraph` and
             `dynamic` are fixed.
-        drafter ([`FalconDraftModel`], *optional*): a drafter for this target. Its passes are compiled for its own
-            `draft_width`.
+        drafter ([`DraftModel`], *optional*): a drafter for this target. Its passes are compiled for its own
+            `draft_width`, if it has passes of this kind; DFlash drafters run as they are.
 
     Returns:
         `list[int]`: the sizes for which compiled forwards are faster, and are used.
 
     Raises:
         `ValueError`: for invalid sizes, for a target whose forward cannot be compiled (it is in training mode, or
-        torch
-            is older than 2.8, for example), with the reason, and for a drafter that was made for another target.
+            torch is older than 2.8, for example), with the reason, and for a drafter that was made for another target.
         `TypeError`: for a drafter of another class, or one that was loaded with its repository's own code.
         `RuntimeError`: if `torch.compile` fails, for example without a C++ compiler. Nothing is compiled then.
     """
@@ -108,8 +107,12 @@ def compile_rounds(
     rounds.sizes = [size for size in sizes if rounds.is_faster[size]]
     if not rounds.sizes:
         logger.warning_once(f"Compiled rounds of {sizes} tokens are not faster on this machine: none are used.")
-    if drafter is not None:
+    if isinstance(drafter, CompilableDrafter):
         _compile_passes(rounds, target, drafter, config)
+    elif drafter is not None:
+        logger.warning_once(
+            f"The draft passes of a {type(drafter).__name__} cannot be compiled: they run as they are."
+        )
     compiled[target] = rounds
     return list(rounds.sizes)
 
@@ -130,7 +133,7 @@ def compiled_rounds(
     target: PreTrainedModel,
     sizes: Sequence[int] = SIZES,
     compile_config: CompileConfig | None = None,
-    drafter: FalconDraftModel | None = None,
+    drafter: DraftModel | None = None,
 ) -> Iterator[list[int]]:
     """
     Compiles a target's rounds as [`compile_rounds`] does, inside a `with` statement:
@@ -152,14 +155,14 @@ def compiled_rounds(
         uncompile_rounds(target)
 
 
-def _check_drafter(drafter: FalconDraftModel, target: PreTrainedModel) -> None:
-    if not isinstance(drafter, FalconDraftModel):
+def _check_drafter(drafter: DraftModel, target: PreTrainedModel) -> None:
+    if not isinstance(drafter, DraftModel):
         # The code of a repository would look for compiled passes in its own modules.
         raise TypeError(
             f"`drafter` is a {type(drafter).__module__}.{type(drafter).__qualname__}: give a `FalconDraftModel` of "
             "hf_falcon. For a drafter of the Hub, `import hf_falcon` before you load it."
         )
-    check_target(drafter, target)
+    drafter.check_target(target)
 
 
 def _check_whether_possible(target: PreTrainedModel) -> None:
@@ -207,9 +210,7 @@ def _logits(run: TargetRun, size: int, rounds: CompiledRounds | None) -> Tensor:
     return run.dry_run(size - 1)
 
 
-def _compile_passes(
-    rounds: CompiledRounds, target: PreTrainedModel, drafter: FalconDraftModel, config: CompileConfig
-) -> None:
+def _compile_passes(rounds: CompiledRounds, target: PreTrainedModel, drafter: Any, config: CompileConfig) -> None:
     """Compiles a drafter's passes, and uses them if they are faster."""
     width = DraftOptions.from_generation_config(drafter.generation_config).draft_width
     rows = width * drafter.config.block_size
@@ -226,7 +227,7 @@ def _compile_passes(
         passes.drop()
 
 
-def _are_faster(passes: CompiledPasses, drafter: FalconDraftModel, head: CompiledHead) -> bool:
+def _are_faster(passes: CompiledPasses, drafter: Any, head: CompiledHead) -> bool:
     """Compiles passes, and compares compiled and uncompiled passes, as [`_is_faster`] does."""
     dry_runs = [PassDryRun(passes, drafter, head, length) for length in _CONTEXTS]
     subject = f"draft passes of {passes.rows} rows"
@@ -244,12 +245,12 @@ class PassDryRun:
 
     Args:
         passes ([`CompiledPasses`]): the drafter's compiled passes.
-        drafter ([`FalconDraftModel`]): the drafter.
-        head ([`CompiledHead`]): the target's LM head.
+        drafter ([`CompilableDrafter`]): the drafter.
+        head ([`CompiledHead`]): its head.
         length (`int`): the number of cached positions.
     """
 
-    def __init__(self, passes: CompiledPasses, drafter: FalconDraftModel, head: CompiledHead, length: int):
+    def __init__(self, passes: CompiledPasses, drafter: Any, head: CompiledHead, length: int):
         self._passes, self._drafter, self._head = passes, drafter, head
         self._linears = linears_of(drafter), linears_of(head.linear)
         slots = STATIC_SLOTS if captures_graphs(drafter.device) else None
@@ -263,14 +264,16 @@ class PassDryRun:
         with skinny_gemm(self._drafter, self._linears[0]), skinny_gemm(self._head.linear, self._linears[1]):
             if is_compiled:
                 return self._head.logits(self._passes.run_layers(self._drafter, *inputs, self._cache))
-            return TargetHead.logits(self._head, self._drafter.run_layers(*inputs, self._cache))
+            return self._head.plain.logits(self._drafter.run_layers(*inputs, self._cache))
 
     def _inputs(self, rows: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         drafter = self._drafter
         size, places = drafter.config.hidden_size, torch.arange(rows, device=drafter.device)
-        fused = torch.arange(rows * size, device=drafter.device).float().sin().view(1, rows, size).to(drafter.dtype)
+        states = torch.arange(rows * size, device=drafter.device).float().sin().view(1, rows, size).to(drafter.dtype)
+        fused, _ = drafter.fuse(states, states)
         end = self._cache.length + rows
-        mask = torch.zeros(1, 1, rows, end, dtype=drafter.dtype, device=drafter.device)
+        masks = 1 if drafter.window is None else 2
+        mask = torch.zeros(1, masks, rows, end, dtype=drafter.dtype, device=drafter.device)
         mask = hide_end(mask, self._cache.seen_slots(end) - end)
         return fused, places[None], places[None], mask
 

@@ -28,7 +28,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 from ..core.checkpoint_files import weights_fingerprint
 from ..core.hook import takes_static_cache
 from .dialogues import Message, read_dialogues
-from .token_file import TokenFile, write_atomically
+from .token_file import TokenFile, chat_template_sha256, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -205,6 +205,7 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
         metadata = {
             "target": model.config.name_or_path or None,
             "target_fingerprint": plan["target_fingerprint"],
+            "chat_template_sha256": chat_template_sha256(_chat_template(arguments, tokenizer)),
             # The name of a file: its path depends on the machine.
             "data": Path(arguments.data).name if Path(arguments.data).exists() else arguments.data,
             "dropped": selection.dropped,
@@ -227,10 +228,12 @@ class _Selection:
     dropped: dict[str, int]
 
 
+def _chat_template(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
+    return tokenizer.chat_template if arguments.chat_template is None else Path(arguments.chat_template).read_text()
+
+
 def _select(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos_token_ids: list[int]) -> _Selection:
-    template = (
-        tokenizer.chat_template if arguments.chat_template is None else Path(arguments.chat_template).read_text()
-    )
+    template = _chat_template(arguments, tokenizer)
     with_response = arguments.responses == "data"
     if template is None:
         name = tokenizer.name_or_path

@@ -42,6 +42,8 @@ def provenance(target: PreTrainedModel, data: TokenFile) -> dict[str, Any]:
             "tokens_sha256": hashlib.sha256(data.tokens.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(),
             "tokens": len(data.tokens),
             "samples": len(data),
+            # Absent if the token files do not record one template.
+            **{name: value for name, value in data.metadata.items() if name == "chat_template_sha256"},
         },
     }
 

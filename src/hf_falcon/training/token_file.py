@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -40,7 +41,7 @@ class TokenFile:
         temperatures (`torch.Tensor` of shape `(n,)`, float32):
             Temperature at which the target wrote each response; 0 is greedy, -1 is not recorded (or not the target's).
         metadata (`dict[str, Any]`, *optional*, defaults to `{}`):
-            Origin of the file: target, its fingerprint, data, arguments. JSON values.
+            Origin of the file: target, its fingerprint, chat template, data, arguments. JSON values.
 
     Raises:
         ValueError: the tensors are inconsistent. Names tensor, position and value.
@@ -201,6 +202,17 @@ class TokenFile:
         metadata = json.dumps({"format_version": FORMAT_VERSION, **self.metadata}, sort_keys=True)
         tensors = {name: getattr(self, name).contiguous() for name in _DTYPES}
         write_atomically(path, save(tensors, {_METADATA_KEY: metadata}))
+
+
+def chat_template_sha256(template: str | dict[str, str] | None) -> str | None:
+    """
+    The sha256 of a tokenizer's `chat_template`, which token files and the provenance of drafters record; `None`
+    without a template, where prompts are plain text.
+    """
+    if template is None:
+        return None
+    text = template if isinstance(template, str) else json.dumps(template, sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def write_atomically(path: str | Path, data: bytes) -> None:

@@ -1,0 +1,251 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Drafters of any method by name: in `AutoDrafter`, `generate`, pipelines and `attach`; from a folder or the Hub."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from eagle3_models import REFERENCES, new_eagle3, write_original
+from hub_server import TOKEN, running_hub
+from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
+from transformers import LlamaForCausalLM, pipeline
+from utilities import edit
+
+import hf_falcon
+from hf_falcon import AutoDrafter, DraftModel, FalconDraftModel
+from hf_falcon.drafters.auto import drafter_class, is_drafter
+from hf_falcon.drafters.eagle3 import Eagle3DraftModel
+
+PACKAGES = str(Path(hf_falcon.__file__).parents[1])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """Folders of a target with its tokenizer, and of its drafters."""
+    folder = tmp_path_factory.mktemp("saved")
+    target = tiny_target("llama")
+    target.save_pretrained(folder / "target")
+    tiny_tokenizer().save_pretrained(folder / "target")
+    tiny_drafter(target).save_pretrained(folder / "falcon")
+    drafter = new_eagle3(target, draft_vocab_size=40)
+    drafter.save_pretrained(folder / "eagle3")
+    write_original(drafter, folder / "original")
+    write_original(drafter, folder / "binary", binary=True)
+    return folder
+
+
+EAGLE3 = ("eagle3", "original", "binary")
+KINDS = {"falcon": FalconDraftModel, **dict.fromkeys(EAGLE3, Eagle3DraftModel)}
+
+
+@pytest.fixture
+def drafted(monkeypatch):
+    """The drafters whose decoding loop ran."""
+    found, run = [], DraftModel.assisted_decoding
+
+    def assisted_decoding(self, *args, **kwargs):
+        found.append(self)
+        return run(self, *args, **kwargs)
+
+    monkeypatch.setattr(DraftModel, "assisted_decoding", assisted_decoding)
+    return found
+
+
+def generate(target, drafter=None, **settings):
+    torch.manual_seed(3)
+    settings = {"max_new_tokens": 16, "do_sample": False, "pad_token_id": 0, **settings}
+    return target.generate(prompt(9), assistant_model=drafter, **settings).tolist()
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("as_path", [True, False])
+def test_a_folder(saved, name, as_path):
+    folder = saved / name if as_path else str(saved / name)
+    drafter = AutoDrafter.from_pretrained(folder, dtype="bfloat16")
+    assert type(drafter) is KINDS[name] is drafter_class(str(folder))
+    assert not drafter.training and drafter.dtype == torch.bfloat16 and drafter.name_or_path == str(folder)
+    drafter = AutoDrafter.from_pretrained(folder)
+    assert drafter.dtype == torch.float32
+    target = tiny_target()
+    assert generate(target, drafter) == generate(target)
+
+
+def test_it_is_not_constructed():
+    with pytest.raises(TypeError, match=r"call `AutoDrafter.from_pretrained\(name\)`"):
+        AutoDrafter()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_generate_takes_a_name(saved, drafted, name):
+    """The drafter is loaded once, in the target's dtype, and again after its folder was saved again."""
+    target = LlamaForCausalLM.from_pretrained(saved / "target")
+    folder = str(saved / name)
+    for settings in ({}, {"do_sample": True, "top_k": 0}):
+        assert generate(target, folder, **settings) == generate(target, **settings)
+    assert len(drafted) == 2 and drafted[0] is drafted[1]
+    assert type(drafted[0]) is KINDS[name] and drafted[0].dtype == target.dtype and not drafted[0].training
+    os.utime(saved / name / "config.json", (1, 1))
+    generate(target.bfloat16(), folder)
+    assert drafted[-1] is not drafted[0] and drafted[-1].dtype == torch.bfloat16
+
+
+def test_generate_leaves_other_names_alone(saved):
+    """A language model is an assistant of transformers' own, which takes objects."""
+    with pytest.raises(AttributeError):
+        generate(tiny_target(), str(saved / "target"))
+
+
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("given", ["name", "object"])
+def test_pipelines(saved, drafted, name, given):
+    texts = []
+    drafter = str(saved / name) if given == "name" else AutoDrafter.from_pretrained(saved / name)
+    for assistant in (None, drafter):
+        write = pipeline("text-generation", model=str(saved / "target"), assistant_model=assistant, device="cpu")
+        torch.manual_seed(0)
+        texts.append(write("abcdefghabcd", max_new_tokens=16))
+    assert texts[0] == texts[1] and [type(each) for each in drafted] == [KINDS[name]]
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_attach(saved, drafted, name):
+    target = LlamaForCausalLM.from_pretrained(saved / "target")
+    expected = generate(target)
+    hf_falcon.attach(target, saved / name)
+    assert target.generate(prompt(9), max_new_tokens=16, do_sample=False, pad_token_id=0).tolist() == expected
+    assert [type(each) for each in drafted] == [KINDS[name]]
+    hf_falcon.detach(target)
+
+
+def test_attach_checks_the_target(saved):
+    drafter = AutoDrafter.from_pretrained(REFERENCES / "eagle3_llama")
+    with pytest.raises(ValueError, match="`vocab_size` is 48, but the target has 64"):
+        hf_falcon.attach(LlamaForCausalLM.from_pretrained(saved / "target"), drafter)
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        ({"model_type": "falcon_draft"}, "FalconDraftModel"),
+        ({"speculators_model_type": "eagle3"}, "Eagle3DraftModel"),
+        ({"architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama"}, "Eagle3DraftModel"),
+        ({"architectures": ["Eagle3LlamaForCausalLM"]}, "Eagle3DraftModel"),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "draft_vocab_size": 8}, "Eagle3DraftModel"),
+        ({"speculators_model_type": "eagle"}, None),
+        ({"speculators_model_type": ["eagle3"]}, None),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, None),
+        ({"architectures": "Eagle3", "model_type": "gpt2"}, None),
+        ({"architectures": [None, 5]}, None),
+        ({"model_type": ["falcon_draft"]}, None),
+    ],
+    ids=str,
+)
+def test_methods(tmp_path, fields, expected):
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert is_drafter(fields) is (expected is not None)
+    if expected is not None:
+        assert drafter_class(str(tmp_path)).__name__ == expected
+    else:
+        with pytest.raises(ValueError, match="is no drafter of a known method: Falcon, EAGLE-3"):
+            AutoDrafter.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["5", '"x"', "[]", "{", "", "null"])
+def test_configurations_that_are_no_objects(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises((OSError, ValueError), match="config.json"):
+        AutoDrafter.from_pretrained(tmp_path)
+
+
+def test_what_is_not_there(tmp_path):
+    with pytest.raises(OSError, match="has no `config.json`"):
+        AutoDrafter.from_pretrained(tmp_path)
+    with pytest.raises(OSError, match="is no folder that is there"):
+        AutoDrafter.from_pretrained(tmp_path / "none")
+
+
+def test_arguments_are_the_methods_own(saved):
+    found = AutoDrafter.from_pretrained(saved / "eagle3", layer_ids=[1, 2], local_files_only=True)
+    assert found.config.feature_layers == [0, 1]
+    assert AutoDrafter.from_pretrained(saved / "falcon", low_cpu_mem_usage=True, local_files_only=True)
+    for name in KINDS:
+        with pytest.raises(TypeError, match="nothing_known"):
+            AutoDrafter.from_pretrained(saved / name, nothing_known=1)
+
+
+def test_a_subfolder(saved, tmp_path):
+    shutil.copytree(saved / "original", tmp_path / "drafter")
+    assert type(AutoDrafter.from_pretrained(tmp_path, subfolder="drafter")) is Eagle3DraftModel
+
+
+def test_a_saved_drafter_can_be_changed_and_pushed(saved, tmp_path):
+    """A foreign drafter that is saved has no code with it: it needs the package."""
+    drafter = AutoDrafter.from_pretrained(saved / "original")
+    drafter.generation_config.num_assistant_tokens = 7
+    drafter.save_pretrained(tmp_path)
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    ]
+    assert "auto_map" not in json.loads((tmp_path / "config.json").read_text())
+    assert AutoDrafter.from_pretrained(tmp_path).generation_config.num_assistant_tokens == 7
+    edit(tmp_path / "config.json", speculators_model_type="other")
+    with pytest.raises(ValueError, match="'other', which is no drafter"):
+        AutoDrafter.from_pretrained(tmp_path)
+
+
+def test_methods_are_imported_when_they_are_asked_for():
+    code = "import sys, hf_falcon; found = [name for name in sys.modules if 'hf_falcon.drafters' in name]; "
+    code += "assert sorted(found) == ['hf_falcon.drafters', 'hf_falcon.drafters.auto', "
+    code += "'hf_falcon.drafters.checkpoints'], found; "
+    code += "assert not any(name.startswith('transformers.models.llama.modeling') for name in sys.modules)"
+    environment = {"PYTHONPATH": PACKAGES, "PATH": os.environ["PATH"]}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=environment)
+
+
+FROM_HUB = """
+import sys, torch, hf_falcon
+from transformers import AutoModelForCausalLM
+folder, ids = sys.argv[1], torch.tensor([eval(sys.argv[2])])
+drafter = hf_falcon.AutoDrafter.from_pretrained(f"{folder}/original")
+first = drafter.push_to_hub("tester/eagle3", commit_message="first").oid
+drafter.fc.weight.data += 1.0
+drafter.push_to_hub("tester/eagle3", commit_message="second")
+found = hf_falcon.AutoDrafter.from_pretrained("tester/eagle3", revision=first)
+assert torch.equal(found.fc.weight + 1.0, drafter.fc.weight) and found.name_or_path == "tester/eagle3"
+newest = hf_falcon.AutoDrafter.from_pretrained("tester/eagle3")
+assert torch.equal(newest.fc.weight, drafter.fc.weight)
+target = AutoModelForCausalLM.from_pretrained(f"{folder}/target")
+settings = dict(max_new_tokens=12, do_sample=False, pad_token_id=0, return_dict_in_generate=True)
+output = target.generate(ids, assistant_model="tester/eagle3", **settings)
+assert output.sequences.tolist() == target.generate(ids, **settings).sequences.tolist()
+assert output.draft_statistics.rounds > 0
+for name, part in (("tester/none", "tester/none"), ("no/such/name", "no valid name of a repository")):
+    try:
+        hf_falcon.AutoDrafter.from_pretrained(name)
+    except OSError as error:
+        assert part in str(error), error
+    else:
+        raise AssertionError(name)
+"""
+
+
+def test_from_the_hub(saved, tmp_path):
+    with running_hub() as hub:
+        environment = {
+            "HF_ENDPOINT": hub.endpoint,
+            "HF_TOKEN": TOKEN,
+            "HF_HOME": str(tmp_path),
+            "PATH": os.environ["PATH"],
+        }
+        environment |= {"PYTHONPATH": PACKAGES, "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
+        words = [sys.executable, "-c", FROM_HUB, str(saved), str(prompt(12)[0].tolist())]
+        result = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-4000:]
+    assert "generation_config.json" in hub.repositories["tester/eagle3"].files()
