@@ -5,12 +5,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tiny_models import HIDDEN, random_tokens
+from training_runs import token_file
 from utilities import close
 
 from hf_falcon.core.modeling_falcon_draft import additive_mask
 from hf_falcon.drafters.eagle3 import Eagle3DraftModel
 from hf_falcon.drafters.eagle3_config import Eagle3DraftConfig
 from hf_falcon.training.csgd import DistillationWeights, DraftBatch, TrainingHeads, draft_loss
+from hf_falcon.training.eagle3_start import start_eagle3
 from hf_falcon.training.features import target_features
 from hf_falcon.training.training_cache import TrainingCache
 
@@ -23,7 +25,9 @@ def eagle3_drafter(target, **fields):
     config = Eagle3DraftConfig.from_target(target, draft_vocab_size=SIZE, **fields)
     drafter = Eagle3DraftModel(config)
     drafter.set_draft_vocabulary(torch.arange(0, 2 * SIZE, 2))
-    drafter.start_from(target, torch.rand(HIDDEN) + 0.5)
+    with torch.no_grad():
+        drafter.lm_head.weight.copy_(target.get_output_embeddings().weight[drafter.draft_vocab_ids])
+        drafter.norm.weight.copy_(torch.rand(HIDDEN) + 0.5)
     return drafter
 
 
@@ -88,6 +92,26 @@ def test_the_loss_is_that_of_drafted_paths(target, flags, passes):
         else:
             close(parameter.grad, gradient, 1e-4)
     assert drafter.lm_head.weight.grad.abs().max() > 0
+
+
+@torch.no_grad()
+def test_the_start(target):
+    """The head has the target's rows, and `fc` predicts the target's feature far better than its mean does."""
+    drafter, data = eagle3_drafter(target), token_file(samples=40, lengths=(30, 60))
+    start_eagle3(drafter, target, data)
+    assert torch.equal(drafter.lm_head.weight, target.get_output_embeddings().weight[drafter.draft_vocab_ids])
+    tokens = torch.cat([data.sample(index)[0][:30][None] for index in range(len(data))])
+    rows = target_features(target, tokens, torch.ones_like(tokens).bool(), drafter.config.feature_layers).flatten(0, 1)
+    predicted, features = drafter.fc(rows[:, HIDDEN:]), rows[:, :HIDDEN]
+    # The scale of the norm is a share of the features'.
+    close(
+        drafter.norm.weight / drafter.norm.weight.mean(),
+        (scale := features.square().mean(0).sqrt()) / scale.mean(),
+        0.1,
+    )
+    features = features / scale
+    spread = (features - features.mean(dim=0)).square().mean()
+    assert (predicted - features).square().mean() < 0.2 * spread
 
 
 def test_a_head_of_its_own_learns(target):

@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..core.drafter import DraftModel, FalconDraftModel
+from ..training.eagle3_start import start_eagle3
 from ..training.features import StoredFeatures, feature_statistics
 from ..training.final_tau import decoded_tau
 from ..training.plot import TrainingPlot
@@ -141,7 +142,8 @@ def _config(options: DrafterArguments, target: PreTrainedModel | PreTrainedConfi
         if options.feature_layers:
             # Ids of hidden states: id n is the output of layer n - 1.
             sizes["eagle_aux_hidden_state_layer_ids"] = [layer + 1 for layer in options.feature_layers]
-        return kind.from_target(target, draft_vocab_size=options.draft_vocab_size, **sizes)
+        # The norm keeps what is fed back at one scale.
+        return kind.from_target(target, draft_vocab_size=options.draft_vocab_size, norm_output=True, **sizes)
     return kind.from_target(
         target,
         block_size=options.block_size,
@@ -163,9 +165,8 @@ def _drafter(options: DrafterArguments, target: PreTrainedModel, data: TokenFile
         token_ids, coverage = frequent_tokens(data, config.vocab_size, config.draft_vocab_size)
         drafter.set_draft_vocabulary(token_ids)
         print(f"draft vocabulary: {len(token_ids):,} of {config.vocab_size:,} tokens, {100 * coverage:.2f} % of text")
-    mean, std = feature_statistics(target, data)
     if drafter.predicts_features:
-        drafter.set_feature_statistics(mean, std)
+        drafter.set_feature_statistics(*feature_statistics(target, data))
     else:
-        drafter.start_from(target, (mean**2 + std**2).sqrt())
+        start_eagle3(drafter, target, data)
     return drafter

@@ -44,14 +44,21 @@ def target_features(target: PreTrainedModel, token_ids: Tensor, valid: Tensor, l
     return tap.take()
 
 
-def feature_statistics(target: PreTrainedModel, data: TokenFile, samples: int = 64) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of each of the target's features, of shape `(hidden_size,)`, over some samples."""
-    step = max(1, len(data) // samples)
+def some_features(
+    target: PreTrainedModel, data: TokenFile, layers: Sequence[int] = (), samples: int = 64
+) -> list[Tensor]:
+    """Features of samples spread over the data, each as [`target_features`], in float32 on the CPU."""
     rows = []
-    for index in range(0, len(data), step):
+    for index in range(0, len(data), max(1, len(data) // samples)):
         token_ids = data.sample(index)[0][None].to(target.device)
-        rows.append(target_features(target, token_ids, torch.ones_like(token_ids, dtype=torch.bool))[0].float().cpu())
-    features = torch.cat(rows)
+        valid = torch.ones_like(token_ids, dtype=torch.bool)
+        rows.append(target_features(target, token_ids, valid, layers)[0].float().cpu())
+    return rows
+
+
+def feature_statistics(target: PreTrainedModel, data: TokenFile) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of each of the target's features, of shape `(hidden_size,)`, over some samples."""
+    features = torch.cat(some_features(target, data))
     return features.mean(dim=0), features.std(dim=0).clamp_min(1e-4)
 
 
