@@ -39,12 +39,14 @@ def generate(target, ids, drafter=None, **settings):
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("mode", SETTINGS)
 def test_tokens_are_plain_decodings(mode, rows):
-    if rows > 1 and "output_hidden_states" in SETTINGS[mode]:
-        pytest.skip("decoded plainly")
     target = tiny_target("qwen3")
     output = generate(target, random_tokens(rows, 12), toy_drafter(target), **SETTINGS[mode])
     assert output.sequences.tolist() == generate(target, random_tokens(rows, 12), **SETTINGS[mode]).sequences.tolist()
-    assert output.draft_statistics.drafted_tokens > 0
+    if rows > 1 and "output_hidden_states" in SETTINGS[mode]:
+        # Such a batch is decoded plainly.
+        assert output.draft_statistics is None
+    else:
+        assert output.draft_statistics.drafted_tokens > 0
 
 
 def test_the_toy_learns():
@@ -322,7 +324,7 @@ def test_what_a_subclass_has_to_add():
     class Empty(DraftModel):
         config_class = BigramConfig
 
-    drafter = Empty(BigramConfig(VOCAB))
+    drafter = Empty(BigramConfig(vocab_size=VOCAB))
     for call in (lambda: drafter.make_head(tiny_target()), lambda: drafter.start_session(None, None)):
         with pytest.raises(NotImplementedError, match="Empty has no `(make_head|start_session)`"):
             call()

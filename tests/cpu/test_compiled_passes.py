@@ -354,7 +354,7 @@ def test_eagle3_drafters_packed(target, backend):
 def test_drafters_without_passes_run_as_they_are(target, backend, caplog, monkeypatch):
     monkeypatch.setattr(compiling.logger, "warning_once", compiling.logger.warning)
     caplog.set_level(logging.WARNING, logger="hf_falcon")
-    drafter = toy_drafter(target)
+    drafter = toy_drafter(target, num_assistant_tokens=3)
     with compiled(target, drafter, backend):
         assert "draft passes of a BigramDrafter cannot be compiled" in caplog.text
         ran = backend.ran

@@ -427,7 +427,7 @@ def test_a_target_of_another_family():
     [
         ({"vocab_size": 70}, "`vocab_size` is 64, but the target has 70"),
         ({"hidden_size": 48}, "`target_hidden_size` is 32, but the target has 48"),
-        ({"num_hidden_layers": 1}, r"`eagle_aux_hidden_state_layer_ids` are \[1, 2\], but the target has 1 layers"),
+        ({"num_hidden_layers": 1}, r"`eagle_aux_hidden_state_layer_ids` are \[2, 1\], but the target has 1 layers"),
     ],
 )
 def test_a_target_of_another_shape(changes, message):

@@ -21,7 +21,7 @@ BigramConfig, BigramDrafter = _names["BigramConfig"], _names["BigramDrafter"]
 
 def toy_drafter(target: PreTrainedModel, **options: Any) -> Any:
     """The page's drafter for `target`, with drafting options; it drafts the same tree every round."""
-    drafter = BigramDrafter(BigramConfig(target.config.get_text_config(decoder=True).vocab_size)).eval()
+    drafter = BigramDrafter(BigramConfig(vocab_size=target.config.get_text_config(decoder=True).vocab_size)).eval()
     for name, value in {**SAME_EVERY_ROUND, "assistant_confidence_threshold": 0.0, **options}.items():
         setattr(drafter.generation_config, name, value)
     return drafter

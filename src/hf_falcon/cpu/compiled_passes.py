@@ -115,6 +115,8 @@ class CompiledPasses:
             # No row sees the padding rows, and they see all cached rows.
             mask = hide_end(mask, layers[0][0].shape[2] - mask.shape[3])
             mask = F.pad(mask, (0, 0, 0, missing))
+        # The stride of the only sequence says nothing, but compiled code expects the usual one.
+        fused = fused.flatten(0, 1)[None]
         if captures_graphs(fused.device):
             # The tree holds copies of what captured graphs returned in the pass before.
             torch.compiler.cudagraph_mark_step_begin()

@@ -131,20 +131,6 @@ class Eagle3DraftModel(SpeculatorsDraftModel):
         """See [`SpeculatorsDraftModel.make_layer`]."""
         return Eagle3Layer(self.config, index)
 
-    @torch.no_grad()
-    def start_from(self, target: PreTrainedModel, scale: Tensor) -> None:
-        """
-        Starts the head from the target's, and the final norm from the scale of what the target's head reads.
-
-        Args:
-            target ([`PreTrainedModel`]): the target.
-            scale (`torch.Tensor` of shape `(hidden_size,)`): root mean square of each of the target's features.
-        """
-        rows = target.get_output_embeddings().weight.detach()
-        ids = self.draft_vocab_ids
-        self.lm_head.weight.copy_(rows if ids is None else rows[ids.to(rows.device)])
-        self.norm.weight.copy_(scale)
-
     @classmethod
     def config_of(cls, fields: dict[str, Any], weights: Mapping[str, Tensor]) -> Eagle3DraftConfig:
         """See [`SpeculatorsDraftModel.config_of`]."""
