@@ -182,6 +182,10 @@ def _handler(kind: Any) -> Any:
     """The class of an endpoint's handler, which prepares requests as the other commands do."""
 
     class Handler(kind):
+        # If a release renames it, `/v1/responses` streams unless a request says otherwise.
+        async def handle_request(self, body: dict[str, Any], *args: Any) -> Any:
+            return await super().handle_request({"stream": False, **body}, *args)
+
         # Private in transformers. If a release renames it, a temperature has an effect only if the target's own
         # configuration samples, and some wrong values are found only in the middle of a streamed answer.
         def _build_generation_config(self, body: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
