@@ -14,7 +14,7 @@ from .token_file import TokenFile
 # Ridge of the least squares, as a share of the mean square of a hidden state.
 _RIDGE = 0.05
 # Of the scale that the target's head reads. Untrained states are mostly wrong, and at the full scale the first losses
-# are four times those of a uniform distribution.
+# were several times those of a uniform distribution.
 _SHARE_OF_SCALE = 0.3
 
 
