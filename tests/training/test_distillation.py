@@ -38,3 +38,35 @@ def test_distillation_loss(monkeypatch, kind, draft_vocab_size, soft, chunk):
     # Without a gradient, as glancing calls it.
     again, ranks_again = distillation_loss(predicted.detach(), labels, head, head, soft)
     assert torch.equal(again, loss) and torch.equal(ranks_again, ranks)
+
+
+@pytest.mark.parametrize("chunk", [150, 1 << 21])
+@pytest.mark.parametrize("divergence", distillation.DIVERGENCES)
+def test_divergences(monkeypatch, divergence, chunk):
+    """The formulas of the docstring, differentiated by autograd, with a weight for each pass."""
+    monkeypatch.setattr(distillation, "_CHUNK_ELEMENTS", chunk)
+    monkeypatch.setattr(distillation, "_CHUNK_ROWS", 1)
+    target = new_target("llama")
+    head = TargetHead(new_drafter(target, draft_vocab_size=20), target)
+    torch.manual_seed(0)
+    labels = torch.randn(11, HIDDEN)
+    predicted = (labels + torch.randn(2, 11, HIDDEN)).requires_grad_()
+    weights = [1.5, 0.5]
+
+    p, q = head.logits(labels).softmax(dim=-1), head.logits(predicted).softmax(dim=-1)
+    hard = -q.log()[:, torch.arange(11), p.argmax(dim=-1)]
+    kl, overlap = (p * (p / q).log()).sum(dim=-1), torch.minimum(p, q).sum(dim=-1)
+    share = torch.exp(-3 * overlap.detach())
+    formulas = {
+        "kl": kl,
+        "log_overlap": -overlap.log(),
+        "total_variation": (p - q).abs().sum(dim=-1) / 2,
+        "hybrid": share * kl + (1 - share) * (1 - overlap),
+    }
+    expected = (torch.tensor(weights)[:, None] * (0.7 * formulas[divergence] + 0.3 * hard)).mean()
+    (expected_gradient,) = torch.autograd.grad(expected, predicted)
+
+    loss, _ = distillation_loss(predicted, labels, head, head, 0.7, divergence=divergence, pass_weights=weights)
+    (gradient,) = torch.autograd.grad(loss, predicted)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(gradient, expected_gradient, rtol=1e-5, atol=1e-5)

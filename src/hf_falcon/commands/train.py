@@ -12,9 +12,9 @@ from transformers import PreTrainedConfig, PreTrainedModel, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..core.drafter import DraftModel, FalconDraftModel
-from ..training.eagle3_start import start_eagle3
 from ..training.features import StoredFeatures, feature_statistics
 from ..training.final_tau import decoded_tau
+from ..training.least_squares_start import start_eagle3, start_falcon
 from ..training.plot import TrainingPlot
 from ..training.token_file import TokenFile
 from ..training.trainer import DraftSamples, FalconTrainer, FalconTrainingArguments
@@ -167,6 +167,8 @@ def _drafter(options: DrafterArguments, target: PreTrainedModel, data: TokenFile
         print(f"draft vocabulary: {len(token_ids):,} of {config.vocab_size:,} tokens, {100 * coverage:.2f} % of text")
     if drafter.predicts_features:
         drafter.set_feature_statistics(*feature_statistics(target, data))
+        if isinstance(drafter, FalconDraftModel):
+            start_falcon(drafter, target, data)
     else:
         start_eagle3(drafter, target, data)
     return drafter

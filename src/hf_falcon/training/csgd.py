@@ -68,12 +68,21 @@ class DistillationWeights:
     Args:
         regression (`float`, *optional*, defaults to 1.0): weight of SmoothL1 between features.
         distillation (`float`, *optional*, defaults to 0.1): weight of the token distributions (w_dist).
-        soft (`float`, *optional*, defaults to 0.9): share of KL against the hard cross-entropy (alpha).
+        soft (`float`, *optional*, defaults to 0.9): share of the divergence against the hard cross-entropy (alpha).
+        divergence (`str`, *optional*, defaults to `"kl"`): see [`distillation_loss`].
+        pass_decay (`float`, *optional*, defaults to 1.0): weight of an unrolled pass relative to the one before.
     """
 
     regression: float = 1.0
     distillation: float = 0.1
     soft: float = 0.9
+    divergence: str = "kl"
+    pass_decay: float = 1.0
+
+    def of_passes(self, passes: int) -> list[float]:
+        """The weight of each pass; their mean is 1."""
+        weights = [self.pass_decay**index for index in range(passes)]
+        return [weight * passes / sum(weights) for weight in weights]
 
 
 def shift_left(values: Tensor, steps: int) -> Tensor:
@@ -257,10 +266,18 @@ def draft_loss(
     regression = torch.zeros((), device=device)
     if regresses:
         error = (chosen.float() - expected.float()) / drafter.feature_std
+        of_passes = F.smooth_l1_loss(error, torch.zeros_like(error), reduction="none").sum(dim=(1, 2))
         # Not `mean`, which is NaN if no position of a batch counts.
-        regression = F.smooth_l1_loss(error, torch.zeros_like(error), reduction="sum") / max(1, error.numel())
+        regression = torch.dot(of_passes, of_passes.new_tensor(weights.of_passes(passes))) / max(1, error.numel())
     distillation, ranks = distillation_loss(
-        chosen, expected, heads.draft, heads.target, weights.soft, heads.parameters
+        chosen,
+        expected,
+        heads.draft,
+        heads.target,
+        weights.soft,
+        heads.parameters,
+        weights.divergence,
+        weights.of_passes(passes),
     )
     offsets = [place == offset for offset in range(block_size)]
     correct = [torch.stack([(of_pass[here] < top).sum() for top in TOP]) for of_pass in ranks for here in offsets]

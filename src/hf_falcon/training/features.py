@@ -46,19 +46,20 @@ def target_features(target: PreTrainedModel, token_ids: Tensor, valid: Tensor, l
 
 def some_features(
     target: PreTrainedModel, data: TokenFile, layers: Sequence[int] = (), samples: int = 64
-) -> list[Tensor]:
-    """Features of samples spread over the data, each as [`target_features`], in float32 on the CPU."""
-    rows = []
+) -> list[tuple[Tensor, Tensor]]:
+    """Tokens and features of samples spread over the data; features as [`target_features`], in float32 on the CPU."""
+    found = []
     for index in range(0, len(data), max(1, len(data) // samples)):
-        token_ids = data.sample(index)[0][None].to(target.device)
-        valid = torch.ones_like(token_ids, dtype=torch.bool)
-        rows.append(target_features(target, token_ids, valid, layers)[0].float().cpu())
-    return rows
+        token_ids = data.sample(index)[0]
+        row = token_ids[None].to(target.device)
+        features = target_features(target, row, torch.ones_like(row, dtype=torch.bool), layers)
+        found.append((token_ids, features[0].float().cpu()))
+    return found
 
 
 def feature_statistics(target: PreTrainedModel, data: TokenFile) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each of the target's features, of shape `(hidden_size,)`, over some samples."""
-    features = torch.cat(some_features(target, data))
+    features = torch.cat([features for _, features in some_features(target, data)])
     return features.mean(dim=0), features.std(dim=0).clamp_min(1e-4)
 
 

@@ -44,8 +44,10 @@ from .csgd import (
     draft_loss,
     judged_positions,
 )
+from .distillation import DIVERGENCES
 from .estimated_tau import TOP, estimated_tau_chain, estimated_tau_tree
 from .features import StoredFeatures, target_features
+from .muon import MuonWithAdamW
 from .provenance import PROVENANCE_NAME, provenance
 from .token_file import TokenFile
 
@@ -91,6 +93,13 @@ class FalconTrainingArguments(TrainingArguments):
             Draft passes unrolled in training. Each reads what the pass before predicted. Defaults to 1, for EAGLE-3 to
             3.
 
+        divergence (`str`, *optional*, defaults to `"kl"`):
+            Distance between the token distributions of target and drafter: `"kl"`, `"log_overlap"`,
+            `"total_variation"` or `"hybrid"`. See [`distillation_loss`].
+        pass_decay (`float`, *optional*, defaults to 1.0):
+            Weight of each unrolled pass in the loss, relative to the pass before.
+        muon (`bool`, *optional*, defaults to `False`):
+            Update matrices by Muon, and the rest by AdamW, at the same learning rate.
         eval_passes (`int`, *optional*):
             Draft passes unrolled on held-out samples, each with its own accuracies; `unroll_passes` if left out.
 
@@ -122,6 +131,13 @@ class FalconTrainingArguments(TrainingArguments):
     unroll_passes: int | None = field(
         default=None, metadata={"help": "Draft passes unrolled in training (default: 1; eagle3: 3)."}
     )
+    divergence: str = field(
+        default="kl", metadata={"help": f"Distance of token distributions: one of {', '.join(DIVERGENCES)}."}
+    )
+    pass_decay: float = field(
+        default=1.0, metadata={"help": "Weight of an unrolled pass, relative to the one before."}
+    )
+    muon: bool = field(default=False, metadata={"help": "Update matrices by Muon instead of AdamW."})
     eval_passes: int | None = field(default=None, metadata={"help": "Draft passes unrolled on held-out samples."})
     max_minutes: float | None = field(
         default=None, metadata={"help": "Save and stop after this many minutes; the same command resumes."}
@@ -132,6 +148,10 @@ class FalconTrainingArguments(TrainingArguments):
         if not torch.accelerator.is_available():
             self.use_cpu = True
         super().__post_init__()
+        if self.divergence not in DIVERGENCES:
+            raise ValueError(f"`divergence` is {self.divergence!r}: choose one of {', '.join(DIVERGENCES)}.")
+        if not 0 < self.pass_decay <= 1:
+            raise ValueError(f"`pass_decay` is {self.pass_decay}: give a number above 0, at most 1.")
 
     def take_defaults(self, drafter: DraftModel) -> None:
         """
@@ -243,7 +263,11 @@ class DraftObjective(nn.Module):
         self._heads = heads
         self._args = args
         self._weights = DistillationWeights(
-            args.regression_weight or 0.0, args.distillation_weight or 0.0, args.soft_label_share or 0.0
+            args.regression_weight or 0.0,
+            args.distillation_weight or 0.0,
+            args.soft_label_share or 0.0,
+            args.divergence,
+            args.pass_decay,
         )
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
@@ -315,8 +339,10 @@ class FalconTrainer(Trainer):
         }
         # Autocast keeps the casts of trained weights only: it would cast a float32 head for every chunk of logits.
         computed_in = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
+        heads = TrainingHeads.of(drafter, target, computed_in)
+        self._heads = heads.parameters
         super().__init__(
-            model=DraftObjective(drafter, TrainingHeads.of(drafter, target, computed_in), args),
+            model=DraftObjective(drafter, heads, args),
             args=args,
             data_collator=collate,
             train_dataset=train_dataset,
@@ -341,6 +367,25 @@ class FalconTrainer(Trainer):
                 self.state = state
                 return TrainOutput(state.global_step, 0.0, {})
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """See [`~transformers.Trainer.create_optimizer`]. With `muon`, heads are updated by AdamW all the same."""
+        if not self.args.muon:
+            return super().create_optimizer(model)
+        trained = [each for each in self._drafter.parameters() if each.requires_grad]
+        matrices = [each for each in trained if each.ndim == 2 and not any(each is own for own in self._heads)]
+        others = [each for each in trained if not any(each is matrix for matrix in matrices)]
+        args = self.args
+        optimizer = MuonWithAdamW(
+            matrices,
+            others,
+            lr=args.learning_rate,
+            betas=(args.adam_beta1, args.adam_beta2),
+            eps=args.adam_epsilon,
+            weight_decay=args.weight_decay,
+        )
+        self.optimizer = optimizer
+        return optimizer
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> LengthGroupedSampler:
         return self._sampler(self.train_dataset, self.args.train_batch_size, self.args.gradient_accumulation_steps)

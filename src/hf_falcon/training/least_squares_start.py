@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""The start of an EAGLE-3 drafter: from the target's head, and from a least-squares map of its hidden states."""
+"""Weights that a new drafter learns from faster than from random ones: least-squares maps of the target's states."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..core.draft_session import embed
+from ..core.drafter import FalconDraftModel
 from ..drafters.eagle3 import Eagle3DraftModel
 from .features import some_features
 from .token_file import TokenFile
@@ -19,19 +21,44 @@ _SHARE_OF_SCALE = 0.3
 
 
 @torch.no_grad()
+def start_falcon(drafter: FalconDraftModel, target: PreTrainedModel, data: TokenFile) -> None:
+    """
+    Starts the linear fusion of a new drafter as the least-squares map from a feature and the next token to the feature
+    that the drafter predicts. The decoder layers learn what it lacks. A drafter with an LSTM keeps its random weights.
+
+    Args:
+        drafter ([`FalconDraftModel`]): the drafter, with the statistics of the target's features.
+        target ([`PreTrainedModel`]): its target.
+        data ([`TokenFile`]): the training data.
+    """
+    if drafter.fusion.lstm is not None:
+        return
+    embedding, ahead = target.get_input_embeddings(), drafter.config.block_size
+    inputs, outputs = [], []
+    for token_ids, features in some_features(target, data):
+        normalised = (features - drafter.feature_mean) / drafter.feature_std
+        embeds = drafter.fusion.embedding_norm(embed(embedding, token_ids[1:], torch.device("cpu")).float())
+        # Position i has feature i and token i + 1, and predicts feature i + k.
+        pairs = len(token_ids) - ahead
+        inputs.append(torch.cat((normalised[:pairs], embeds[:pairs]), dim=1))
+        outputs.append(normalised[ahead:])
+    drafter.fusion.linear.weight.copy_(_least_squares(torch.cat(inputs), torch.cat(outputs)).T)
+
+
+@torch.no_grad()
 def start_eagle3(drafter: Eagle3DraftModel, target: PreTrainedModel, data: TokenFile) -> None:
     """
-    Gives a new drafter weights that it learns from faster than from random ones: the head has the target's rows, and
-    `fc` is the least-squares map from the target's hidden states to its feature at the same position. What the
-    drafter feeds back, an estimate of the next feature for the head, is then of the same kind as what it reads. (A map
-    to the next feature gave fewer right choices at every depth.)
+    Starts the head of a new drafter with the target's rows, and `fc` as the least-squares map from the target's hidden
+    states to its feature at the same position. What the drafter feeds back, an estimate of the next feature for the
+    head, is then of the same kind as what it reads. (A map to the next feature gave fewer right choices at every
+    depth.)
 
     Args:
         drafter ([`Eagle3DraftModel`]): the drafter, with its draft vocabulary.
         target ([`PreTrainedModel`]): its target, of the same hidden size.
         data ([`TokenFile`]): the training data.
     """
-    rows = torch.cat(some_features(target, data, drafter.config.feature_layers))
+    rows = torch.cat([features for _, features in some_features(target, data, drafter.config.feature_layers)])
     width = drafter.config.target_hidden_size
     features, hidden = rows.split((width, rows.shape[1] - width), dim=1)
     scale = features.square().mean(dim=0).sqrt().clamp_min(1e-4)

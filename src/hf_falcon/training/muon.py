@@ -1,0 +1,62 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Muon for the matrices of a drafter, AdamW for its other parameters, as one optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import AdamW, Muon, Optimizer
+
+
+class MuonWithAdamW(Optimizer):
+    """
+    [`torch.optim.Muon`] for matrices and [`torch.optim.AdamW`] for all else. Updates of both have the same RMS, so
+    they share one learning rate (Moonlight, arXiv 2502.16982).
+
+    Args:
+        matrices (sequence of `torch.Tensor`): parameters with two dimensions.
+        others (sequence of `torch.Tensor`): all other parameters, and embeddings and heads.
+        lr (`float`): learning rate of both.
+        betas (`tuple[float, float]`), eps (`float`): of AdamW.
+        weight_decay (`float`): of the matrices.
+    """
+
+    def __init__(
+        self,
+        matrices: Sequence[Tensor],
+        others: Sequence[Tensor],
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float = 0.0,
+    ):
+        self._parts: list[Optimizer] = [
+            Muon(list(matrices), lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"),
+            AdamW([{"params": list(others)}], lr=lr, betas=betas, eps=eps, weight_decay=0.0),
+        ]
+        super().__init__([group for part in self._parts for group in part.param_groups], {})
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Performs one step; see [`~torch.optim.Optimizer.step`]."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self._parts:
+            part.step()
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """See [`~torch.optim.Optimizer.load_state_dict`]."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        """Groups and states exist once: what a scheduler or a checkpoint changes, both parts see."""
+        for part, group in zip(self._parts, self.param_groups, strict=True):
+            part.param_groups, part.state = [group], self.state
