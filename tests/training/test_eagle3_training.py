@@ -13,7 +13,7 @@ from hf_falcon.drafters.eagle3 import Eagle3DraftModel
 from hf_falcon.drafters.eagle3_config import Eagle3DraftConfig
 from hf_falcon.training.csgd import DistillationWeights, DraftBatch, TrainingHeads, draft_loss
 from hf_falcon.training.features import target_features
-from hf_falcon.training.least_squares_start import start_eagle3
+from hf_falcon.training.start import start_eagle3
 from hf_falcon.training.training_cache import TrainingCache
 
 SIZE = 24

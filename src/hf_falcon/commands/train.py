@@ -14,8 +14,8 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..core.drafter import DraftModel, FalconDraftModel
 from ..training.features import StoredFeatures, feature_statistics
 from ..training.final_tau import decoded_tau
-from ..training.least_squares_start import start_eagle3, start_falcon
 from ..training.plot import TrainingPlot
+from ..training.start import start_eagle3, start_falcon
 from ..training.token_file import TokenFile
 from ..training.trainer import DraftSamples, FalconTrainer, FalconTrainingArguments
 from . import plan

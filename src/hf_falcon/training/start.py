@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Weights that a new drafter learns from faster than from random ones: least-squares maps of the target's states."""
+"""Weights that a new drafter learns from faster than from random ones: copies, and least-squares maps."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from transformers import PreTrainedModel
 
 from ..core.draft_session import embed
 from ..core.drafter import FalconDraftModel
+from ..core.modeling_falcon_draft import additive_mask, relaxed_causal_mask
+from ..core.target_parts import decoder_of
 from ..drafters.eagle3 import Eagle3DraftModel
 from .features import some_features
 from .token_file import TokenFile
 
 # Ridge of the least squares, as a share of the mean square of a hidden state.
 _RIDGE = 0.05
+# Of copied layers, as a share of the mean square of a feature: rounding is less, another kind of layer far more.
+_LARGEST_ERROR = 0.01
 # Of the scale that the target's head reads. Untrained states are mostly wrong, and at the full scale the first losses
 # were several times those of a uniform distribution.
 _SHARE_OF_SCALE = 0.3
@@ -23,8 +27,10 @@ _SHARE_OF_SCALE = 0.3
 @torch.no_grad()
 def start_falcon(drafter: FalconDraftModel, target: PreTrainedModel, data: TokenFile) -> None:
     """
-    Starts the linear fusion of a new drafter as the least-squares map from a feature and the next token to the feature
-    that the drafter predicts. The decoder layers learn what it lacks. A drafter with an LSTM keeps its random weights.
+    Gives a new drafter without an LSTM weights of the target. Its decoder layers and its norm are copies of the
+    target's last ones, where these compute the same in the drafter. The linear fusion is the least-squares map from a
+    feature and the next token to what the layers read: in the target, the hidden states of the position to predict.
+    Layers that cannot be copied stay random, and the fusion then estimates the predicted feature itself.
 
     Args:
         drafter ([`FalconDraftModel`]): the drafter, with the statistics of the target's features.
@@ -33,16 +39,60 @@ def start_falcon(drafter: FalconDraftModel, target: PreTrainedModel, data: Token
     """
     if drafter.fusion.lstm is not None:
         return
-    embedding, ahead = target.get_input_embeddings(), drafter.config.block_size
+    width, ahead = drafter.config.hidden_size, drafter.config.block_size
+    before = target.config.get_text_config(decoder=True).num_hidden_layers - len(drafter.layers) - 1
+    samples = some_features(target, data, [before] if before >= 0 else [])
+    copied = before >= 0 and _copy_last_layers(drafter, target, samples[0][1])
+    embedding = target.get_input_embeddings()
     inputs, outputs = [], []
-    for token_ids, features in some_features(target, data):
+    for token_ids, rows in samples:
+        features, hidden = rows[:, :width], rows[:, width:]
         normalised = (features - drafter.feature_mean) / drafter.feature_std
         embeds = drafter.fusion.embedding_norm(embed(embedding, token_ids[1:], torch.device("cpu")).float())
-        # Position i has feature i and token i + 1, and predicts feature i + k.
-        pairs = len(token_ids) - ahead
-        inputs.append(torch.cat((normalised[:pairs], embeds[:pairs]), dim=1))
-        outputs.append(normalised[ahead:])
+        # Position i has feature i and token i + 1, and predicts feature i + k. Many targets have extreme hidden states
+        # at position 0, which would outweigh all others.
+        pairs = max(0, len(token_ids) - ahead)
+        inputs.append(torch.cat((normalised[:pairs], embeds[:pairs]), dim=1)[1:])
+        outputs.append((hidden if copied else normalised)[ahead:][1:])
     drafter.fusion.linear.weight.copy_(_least_squares(torch.cat(inputs), torch.cat(outputs)).T)
+
+
+def _copy_last_layers(drafter: FalconDraftModel, target: PreTrainedModel, rows: Tensor) -> bool:
+    """
+    Copies the target's last layers and its final norm into the drafter. The mean of features, which the norm's output
+    already has, and the anchor of blocks start at zero.
+
+    Args:
+        rows (`torch.Tensor` of shape `(length, 2 * hidden_size)`): features of a sample, and what the layers read.
+
+    Returns:
+        `bool`: whether the copies compute these features. If not, the drafter is as before.
+    """
+    decoder = decoder_of(target)
+    layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
+    if layers is None or norm is None:
+        return False
+    kept = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    features, hidden = rows[None].chunk(2, dim=-1)
+    places = torch.arange(len(rows))[None]
+    try:
+        for mine, theirs in zip(drafter.layers, layers[-len(drafter.layers) :], strict=True):
+            mine.load_state_dict(theirs.state_dict())
+        drafter.norm.weight.copy_(norm.weight / drafter.feature_std)
+        drafter.feature_mean.zero_()
+    except (RuntimeError, AttributeError):
+        # Other names or shapes.
+        drafter.load_state_dict(kept)
+        return False
+    if drafter.anchor is not None:
+        drafter.anchor.weight.zero_()
+    mask = additive_mask(relaxed_causal_mask(places), hidden.dtype)
+    # Layers of other positions, activations or norms may have weights of the same names.
+    error = drafter.run_layers(hidden, places, places, mask) - features
+    if error.square().mean() > _LARGEST_ERROR * features.square().mean():
+        drafter.load_state_dict(kept)
+        return False
+    return True
 
 
 @torch.no_grad()

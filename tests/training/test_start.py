@@ -1,0 +1,97 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""The start of a Falcon drafter from its target. That of EAGLE-3 is in test_eagle3_training.py."""
+
+import pytest
+import torch
+from tiny_models import new_drafter, new_target
+from training_runs import token_file
+
+from hf_falcon.core.modeling_falcon_draft import additive_mask, relaxed_causal_mask
+from hf_falcon.training.features import feature_statistics, some_features
+from hf_falcon.training.start import start_falcon
+
+DATA = token_file(samples=40, lengths=(10, 40))
+
+
+def weights_of(model):
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def new(target, **fields):
+    drafter = new_drafter(target, **{"block_size": 1, "num_lstm_layers": 0, **fields})
+    drafter.set_feature_statistics(*feature_statistics(target, DATA))
+    return drafter
+
+
+def inputs_and_hidden(drafter, target, ahead, layer):
+    """Outputs of the fusion, and the hidden states that it should predict: of `layer`, or normalised features."""
+    fused, wanted = [], []
+    for tokens, rows in some_features(target, DATA, [] if layer is None else [layer]):
+        features, hidden = rows[:, : drafter.config.hidden_size], rows[:, drafter.config.hidden_size :]
+        embeds = target.get_input_embeddings()(tokens[1:])
+        inputs = features[None, :-ahead], embeds[None, : len(tokens) - ahead]
+        fused.append(drafter.fuse(*inputs)[0][0, 1:])
+        normalised = (features - drafter.feature_mean) / drafter.feature_std
+        wanted.append((normalised if layer is None else hidden)[ahead:][1:])
+    return torch.cat(fused), torch.cat(wanted)
+
+
+def check_least_squares(drafter, target, ahead, layer):
+    """The map is better than none, and a minimum: a map that differs a little is worse."""
+    fused, wanted = inputs_and_hidden(drafter, target, ahead, layer)
+    error = (fused - wanted).square().mean()
+    assert error < wanted.square().mean()
+    weight = drafter.fusion.linear.weight
+    for seed in range(3):
+        torch.manual_seed(seed)
+        change = torch.randn_like(weight) * 0.3
+        weight.add_(change)
+        assert (inputs_and_hidden(drafter, target, ahead, layer)[0] - wanted).square().mean() > error
+        weight.sub_(change)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block_size", [1, 2])
+@pytest.mark.parametrize("kind", ["llama", "mistral"])
+def test_layers_are_copied_and_the_fusion_estimates_what_they_read(kind, block_size):
+    target = new_target(kind, num_hidden_layers=4)
+    drafter = new(target, block_size=block_size, num_hidden_layers=2)
+    start_falcon(drafter, target, DATA)
+    for mine, theirs in zip(drafter.layers, target.model.layers[2:]):
+        assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in mine.state_dict().items())
+    check_least_squares(drafter, target, block_size, layer=1)
+    # Given the target's own hidden states, the drafter computes the target's features.
+    _, rows = some_features(target, DATA, [1])[0]
+    features, hidden = rows[None].chunk(2, dim=-1)
+    places = torch.arange(len(rows))[None]
+    found = drafter.run_layers(hidden, places, places, additive_mask(relaxed_causal_mask(places), hidden.dtype))
+    torch.testing.assert_close(found, features, rtol=1e-3, atol=1e-3)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "kind, fields",
+    [
+        ("llama", {"intermediate_size": 40}),
+        # Norms beside those of the drafter, other positions, and no layer before the copied ones.
+        ("gemma2", {}),
+        ("llama", {"rope_theta": 3.0}),
+        ("llama", {"num_hidden_layers": 2}),
+    ],
+)
+def test_layers_of_another_kind_stay_as_they_are(kind, fields):
+    target = new_target(kind, **({} if "num_hidden_layers" in fields else {"num_hidden_layers": 4}))
+    drafter = new(target, **{"num_hidden_layers": 2, **fields})
+    before = weights_of(drafter)
+    start_falcon(drafter, target, DATA)
+    changed = {name for name, tensor in drafter.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {"fusion.linear.weight"}
+    check_least_squares(drafter, target, 1, layer=None)
+
+
+def test_a_drafter_with_an_lstm_keeps_its_weights(target):
+    drafter = new(target, num_lstm_layers=1)
+    before = weights_of(drafter)
+    start_falcon(drafter, target, DATA)
+    for name, tensor in drafter.state_dict().items():
+        assert torch.equal(tensor, before[name]), name
