@@ -189,10 +189,133 @@ def test_continuing_with_other_arguments_is_refused(arguments, target, monkeypat
     assert os.stat(arguments().output).st_mtime_ns == before
 
 
-def test_dialogues_that_are_dropped(arguments, target, tmp_path, caplog):
-    def user(text):
-        return {"role": "user", "content": text}
+def samples_of(file, target):
+    """Prompts and responses as text."""
+    samples = [file.sample(index) for index in range(len(file))]
+    return [tuple(target[1].decode(part) for part in (ids[:length], ids[length:])) for ids, length in samples]
 
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text):
+    return {"role": "assistant", "content": text}
+
+
+# Longer than the shortest later turn that is a prompt without its context (in characters, not in words).
+LONG = "w8" + " " * 30 + "w9 w10 w11"
+THREE_TURNS = [
+    {"role": "system", "content": "w7"},
+    user("w1"),
+    assistant("w2"),
+    user(LONG),
+    assistant("w4"),
+    user(f"{LONG} w5"),
+    assistant("w6"),
+]
+
+
+def test_all_turns_without_context_for_the_target(arguments, target, tmp_path):
+    data = write_data(tmp_path / "turns.jsonl", [THREE_TURNS, dialogues()[0], [user("w1")]])
+    file = prepare(arguments(data=data, turns="all"), *target)
+    assert [prompt for prompt, _ in samples_of(file, target)] == [
+        "<|system|> w7 </s> <|user|> w1 </s> <|assistant|>",
+        "<|system|> w7 </s> <|user|> w8 w9 w10 w11 </s> <|assistant|>",
+        "<|system|> w7 </s> <|user|> w8 w9 w10 w11 w5 </s> <|assistant|>",
+        "<|user|> w0 </s> <|assistant|>",
+        "<|user|> w1 </s> <|assistant|>",
+    ]
+    assert file.metadata["dropped"] == {} and file.metadata["plan"]["turns"] == "all"
+    # The limit counts prompts, not dialogues.
+    two = prepare(arguments(data=data, turns="all", limit=2, output=str(tmp_path / "two")), *target)
+    assert [prompt for prompt, _ in samples_of(two, target)] == [prompt for prompt, _ in samples_of(file, target)][:2]
+
+
+def test_all_turns_with_context_for_responses_of_the_data(arguments, target, tmp_path):
+    data = write_data(tmp_path / "turns.jsonl", [THREE_TURNS, dialogues()[0]])
+    options = {"data": data, "responses": "data", "turns": "all"}
+    file = prepare(arguments(max_prompt_tokens=40, **options), *target)
+    first = "<|system|> w7 </s> <|user|> w1 </s> <|assistant|>"
+    second = f"{first} w2 </s> <|user|> w8 w9 w10 w11 </s> <|assistant|>"
+    third = f"{second} w4 </s> <|user|> w8 w9 w10 w11 w5 </s> <|assistant|>"
+    assert samples_of(file, target) == [
+        (first, "w2 </s>"),
+        (second, "w4 </s>"),
+        (third, "w6 </s>"),
+        ("<|user|> w0 </s> <|assistant|>", "w1 w2 w3 </s>"),
+    ]
+    assert file.metadata["dropped"] == {}
+    shorter = prepare(arguments(max_prompt_tokens=20, output=str(tmp_path / "shorter"), **options), *target)
+    assert [prompt for prompt, _ in samples_of(shorter, target)] == [first, second, "<|user|> w0 </s> <|assistant|>"]
+    assert shorter.metadata["dropped"] == {"prompt_too_long": 1}
+
+
+def test_later_turns_that_are_dropped(arguments, target, tmp_path, caplog):
+    context = [user("continue"), assistant("w1")]
+    beginnings = ["  Continue:", "please continue,", "go on", "keep going:", "NEXT", "more\n"]
+    left_out = ["w9", *(f"{beginning} {LONG}" for beginning in beginnings)]
+    kept = [f"moreover {LONG}", f"goes on {LONG}", f"w12 more {LONG}", "w" * 40]
+    turns = [message for text in left_out + kept + ["w" * 39] for message in (user(text), assistant("w2"))]
+    data = write_data(tmp_path / "turns.jsonl", [context + turns + [user(LONG), user(" "), user(LONG)], []])
+    with caplog.at_level(logging.WARNING):
+        file = prepare(arguments(data=data, turns="all"), *target)
+    # Words outside the tiny vocabulary. A first turn is never dropped for its words.
+    assert [prompt.removesuffix(" </s> <|assistant|>") for prompt, _ in samples_of(file, target)] == [
+        "<|user|> <unk>",
+        "<|user|> <unk> w8 w9 w10 w11",
+        "<|user|> <unk> <unk> w8 w9 w10 w11",
+        "<|user|> w12 <unk> w8 w9 w10 w11",
+        "<|user|> w8 w9 w10 w11",
+    ]
+    # The word of 40 characters is the same token as the first turn.
+    assert file.metadata["dropped"] == {"duplicate": 2, "needs_context": len(left_out) + 1, "no_turn": 2}
+    assert "8 later turns that need the turns before them, 2 without" in caplog.text
+
+
+def test_turns_of_the_data_alternate(arguments, target, tmp_path):
+    """Many chat templates raise an error for a prompt with two turns of the user, or of the assistant, in a row."""
+    records = [
+        [assistant("w0"), user("w1"), assistant("w2"), assistant("w3"), user("w4"), assistant("w5")],
+        [user("w6"), user("w7"), assistant("w8"), user("w9")],
+        [user("w10"), assistant("w11"), user("w12")],
+    ]
+    data = write_data(tmp_path / "turns.jsonl", records)
+    file = prepare(arguments(data=data, responses="data", turns="all"), *target)
+    assert samples_of(file, target) == [
+        ("<|user|> w1 </s> <|assistant|>", "w2 </s>"),
+        ("<|user|> w10 </s> <|assistant|>", "w11 </s>"),
+    ]
+    assert file.metadata["dropped"] == {"no_turn": 5}
+
+
+def without_turns(plan):
+    """The plan as versions before the argument `turns` wrote it."""
+    return {name: value for name, value in plan.items() if name != "turns"}
+
+
+def test_first_turns_of_an_earlier_version_resume(arguments, target, unbroken, monkeypatch):
+    with monkeypatch.context() as patch:
+        kill_at(patch, prepare_module, "_respond", 2)
+        with pytest.raises(Killed):
+            prepare(arguments(), *target)
+    plan_file = Path(f"{arguments().output}.parts", "plan.json")
+    plan_file.write_text(json.dumps(without_turns(json.loads(plan_file.read_text()))))
+    with pytest.raises(ValueError, match="`turns` was 'first', now 'all'"):
+        prepare(arguments(turns="all"), *target)
+    file = prepare(arguments(), *target)
+    assert Path(arguments().output).read_bytes() == unbroken
+
+    file.metadata["plan"] = without_turns(file.metadata["plan"])
+    file.save(arguments().output)
+    before = Path(arguments().output).read_bytes()
+    with pytest.raises(ValueError, match="`turns` was 'first', now 'all'.*another `output`"):
+        prepare(arguments(turns="all"), *target)
+    prepare(arguments(), *target)
+    assert Path(arguments().output).read_bytes() == before
+
+
+def test_dialogues_that_are_dropped(arguments, target, tmp_path, caplog):
     records = [
         [user("w0 W1, w2 w3! w4 w5 w6 w7 w8")],  # Eight words in a row of the first evaluation turn.
         [user("w0 w1 w2 w3 w4 w5 w6 w9")],  # Seven.
@@ -210,9 +333,7 @@ def test_dialogues_that_are_dropped(arguments, target, tmp_path, caplog):
         file = prepare(arguments(data=data, exclude=[str(excluded)]), *target)
     assert file.metadata["dropped"] == {"duplicate": 1, "excluded": 1, "no_turn": 2, "prompt_too_long": 1}
     assert "1 that share 8 words in a row" in caplog.text
-    tokenizer = target[1]
-    prompts = [tokenizer.decode(ids[:length]) for ids, length in map(file.sample, range(len(file)))]
-    assert prompts == [
+    assert [prompt for prompt, _ in samples_of(file, target)] == [
         "<|user|> w0 w1 w2 w3 w4 w5 w6 w9 </s> <|assistant|>",
         "<|user|> w5 w6 </s> <|assistant|>",
         "<|system|> w7 </s> <|user|> w5 w6 </s> <|assistant|>",
@@ -281,9 +402,10 @@ def test_loss_counts_the_response_alone(arguments, target, tmp_path, name):
         ({"batch_size": 0}, "`batch_size` is 0"),
         ({"temperatures": []}, "`temperatures` is"),
         ({"temperatures": [-0.5]}, "`temperatures` is"),
+        ({"turns": "last"}, "`turns` is 'last': it must be 'first' or 'all'"),
         ({"responses": "none"}, "`responses` is 'none'"),
         ({"max_prompt_tokens": 123}, "context of 128 tokens"),
-        ({"max_prompt_tokens": 1}, "No dialogue.*prompt_too_long"),
+        ({"max_prompt_tokens": 1}, "No prompt.*prompt_too_long"),
     ],
 )
 def test_wrong_arguments(arguments, target, options, complaint):

