@@ -17,14 +17,14 @@ from pathlib import Path
 from safetensors.torch import load_file
 from transformers.trainer_utils import sort_checkpoints
 
-from hf_falcon.commands.models import load_drafter, load_target
+from hf_falcon.commands.models import load_drafter
 
 PAPER = "--block_size 2 --num_lstm_layers 2 --distillation_weight 0.1"
 LINEAR = "--num_lstm_layers 0 --distillation_weight 1"
 A = f"--block_size 1 {LINEAR}"
+B = f"{A} --unroll_passes 3"
 # A moving average of weights: each checkpoint counts (1 - DECAY), what was before it DECAY.
 SPACING, DECAY = 5, 0.8
-STARTED = "A, layers started from the target's last"
 AVERAGED = f"A, moving average of weights (decay {DECAY} every {SPACING} steps)"
 RECIPES = {
     "paper: k = 2, LSTM, CSGD": PAPER,
@@ -33,11 +33,20 @@ RECIPES = {
     "k = 4": f"{PAPER} --block_size 4",
     "k = 1, linear fusion (EAGLE)": "--block_size 1 --num_lstm_layers 0 --distillation_weight 0.1",
     "A: the same, distillation weight 1": A,
-    STARTED: A,
     AVERAGED: A,
-    "B: A, 3 unrolled passes": f"{A} --unroll_passes 3",
-    "B, 3 more target layers": f"{A} --unroll_passes 3 --feature_layers 2 14 26",
-    "B, 3 more target layers, no regression": f"{A} --unroll_passes 3 --feature_layers 2 14 26 --regression_weight 0",
+    "A, Muon": f"{A} --muon True",
+    "A, all tokens in the draft vocabulary": f"{A} --draft_vocab_size 49152",
+    "A, draft vocabulary of 16k": f"{A} --draft_vocab_size 16384",
+    "B: A, 3 unrolled passes": B,
+    "B, 3 more target layers": f"{B} --feature_layers 2 14 26",
+    "B, 3 more target layers, no regression": f"{B} --feature_layers 2 14 26 --regression_weight 0",
+    "B, 5 passes, each weighing 0.8 of the one before": f"{A} --unroll_passes 5 --pass_decay 0.8",
+    "B, 3 decoder layers": f"{B} --num_draft_layers 3",
+    "B, 4 decoder layers": f"{B} --num_draft_layers 4",
+    "B, MLPs twice as wide": f"{B} --intermediate_size 3072",
+    "B, loss -log of the overlap": f"{B} --divergence log_overlap",
+    "B, hybrid loss": f"{B} --divergence hybrid",
+    "B, total variation": f"{B} --divergence total_variation",
     "C: k = 2, linear, distillation weight 1": f"--block_size 2 {LINEAR}",
     "C, conditioned blocks": f"--block_size 2 {LINEAR} --conditioning_size 576",
 }
@@ -71,9 +80,7 @@ def main() -> None:
 
 def row(arguments: argparse.Namespace, folder: Path, name: str, options: list[str]) -> str:
     """Makes the drafter of one recipe, decodes with it, and returns its row of the table."""
-    if name == STARTED:
-        train_from_target_layers(arguments, folder, options)
-    elif name == AVERAGED:
+    if name == AVERAGED:
         folder = train_and_average(arguments, folder, options)
     else:
         train(arguments, folder, options)
@@ -94,20 +101,6 @@ def train(arguments: argparse.Namespace, folder: Path, options: list[str]) -> No
         words += ["--features_dir", arguments.features_dir]
     # Options come last: they win.
     run("train", *words, *TRAINING.split(), *options)
-
-
-def train_from_target_layers(arguments: argparse.Namespace, folder: Path, options: list[str]) -> None:
-    """Trains a drafter whose decoder layers start as copies of the target's last layers, of the same shape."""
-    new, started = folder / "new", folder / "started"
-    if not (folder / "trainer_state.json").exists():
-        # A step at no learning rate leaves the drafter as `train` makes it.
-        train(arguments, new, [*options, "--max_steps", "1", "--learning_rate", "0"])
-        drafter = load_drafter(str(new), "float32")
-        target, _ = load_target(arguments.target, "float32")
-        last = target.get_decoder().layers[-len(drafter.layers) :]
-        drafter.layers.load_state_dict(last.state_dict())
-        drafter.save_pretrained(started)
-    train(arguments, folder, [*options, "--init_from", str(started)])
 
 
 def train_and_average(arguments: argparse.Namespace, folder: Path, options: list[str]) -> Path:

@@ -15,6 +15,7 @@ from hub_server import TOKEN, running_hub
 import hf_falcon
 from hf_falcon.commands import generate
 from hf_falcon.commands.models import encode
+from hf_falcon.training.dialogues import read_dialogues
 
 
 def test_every_example_of_the_documents_says_what_it_needs():
@@ -97,3 +98,23 @@ def test_push(workplace, tmp_path):
     address, last = result.stdout.splitlines()
     assert address.startswith(f"{hub.endpoint}/tester/mine/commit/") and last == "loaded from the Hub"
     assert hub.repositories["tester/mine"].private and "decoding.py" in hub.repositories["tester/mine"].files()
+
+
+def test_code_and_math_prompts(tmp_path, monkeypatch, capsys):
+    script = example("code_and_math_prompts")
+    # To read the standard library takes seconds.
+    found = script.functions()
+    monkeypatch.setattr(script, "functions", lambda: list(found))
+    made = {}
+    for name, words in {"first": [], "again": [], "other": ["--seed", "1"]}.items():
+        path = tmp_path / f"{name}.jsonl"
+        words = ["--output", str(path), "--code", "60", "--math", "200", *words]
+        monkeypatch.setattr("sys.argv", ["code_and_math_prompts.py", *words])
+        script.main()
+        made[name] = [dialogue[0]["content"] for dialogue in read_dialogues(path)]
+        assert capsys.readouterr().out == f"{path}: 260 prompts\n"
+    assert made["first"] == made["again"] != made["other"]
+    code = [prompt for prompt in made["first"] if "def " in prompt or "Python function" in prompt]
+    assert len(code) == 60 and len(set(made["first"])) > 250
+    # Every field of a problem has a value.
+    assert not any(f"{{{name}}}" in prompt for prompt in made["first"] for name in ("a", "name", "things", "product"))

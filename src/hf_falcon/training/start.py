@@ -16,7 +16,10 @@ from .features import some_features
 from .token_file import TokenFile
 
 # Ridge of the least squares, as a share of the mean square of a hidden state.
-_RIDGE = 0.05
+_EAGLE3_RIDGE = 0.05
+_FALCON_RIDGE = 0.01
+# Samples of the least squares for a Falcon drafter. With half of them and the other ridge it learnt a little slower.
+_FALCON_SAMPLES = 128
 # Of copied layers, as a share of the mean square of a feature: rounding is less, another kind of layer far more.
 _LARGEST_ERROR = 0.01
 # Of the scale that the target's head reads. Untrained states are mostly wrong, and at the full scale the first losses
@@ -41,7 +44,7 @@ def start_falcon(drafter: FalconDraftModel, target: PreTrainedModel, data: Token
         return
     width, ahead = drafter.config.hidden_size, drafter.config.block_size
     before = target.config.get_text_config(decoder=True).num_hidden_layers - len(drafter.layers) - 1
-    samples = some_features(target, data, [before] if before >= 0 else [])
+    samples = some_features(target, data, [before] if before >= 0 else [], _FALCON_SAMPLES)
     copied = before >= 0 and _copy_last_layers(drafter, target, samples[0][1])
     embedding = target.get_input_embeddings()
     inputs, outputs = [], []
@@ -54,7 +57,7 @@ def start_falcon(drafter: FalconDraftModel, target: PreTrainedModel, data: Token
         pairs = max(0, len(token_ids) - ahead)
         inputs.append(torch.cat((normalised[:pairs], embeds[:pairs]), dim=1)[1:])
         outputs.append((hidden if copied else normalised)[ahead:][1:])
-    drafter.fusion.linear.weight.copy_(_least_squares(torch.cat(inputs), torch.cat(outputs)).T)
+    drafter.fusion.linear.weight.copy_(_least_squares(torch.cat(inputs), torch.cat(outputs), _FALCON_RIDGE).T)
 
 
 def _copy_last_layers(drafter: FalconDraftModel, target: PreTrainedModel, rows: Tensor) -> bool:
@@ -112,19 +115,20 @@ def start_eagle3(drafter: Eagle3DraftModel, target: PreTrainedModel, data: Token
     width = drafter.config.target_hidden_size
     features, hidden = rows.split((width, rows.shape[1] - width), dim=1)
     scale = features.square().mean(dim=0).sqrt().clamp_min(1e-4)
-    drafter.fc.weight.copy_(_least_squares(hidden, features / scale).T)
+    drafter.fc.weight.copy_(_least_squares(hidden, features / scale, _EAGLE3_RIDGE).T)
     drafter.norm.weight.copy_(_SHARE_OF_SCALE * scale)
     head = target.get_output_embeddings().weight.detach()
     ids = drafter.draft_vocab_ids
     drafter.lm_head.weight.copy_(head if ids is None else head[ids.to(head.device)])
 
 
-def _least_squares(inputs: Tensor, outputs: Tensor) -> Tensor:
+def _least_squares(inputs: Tensor, outputs: Tensor, ridge: float) -> Tensor:
     """
     The map of a ridge regression.
 
     Args:
         inputs (`torch.Tensor` of shape `(rows, inputs)`), outputs (`torch.Tensor` of shape `(rows, outputs)`): pairs.
+        ridge (`float`): as a share of the mean square of an input.
 
     Returns:
         `torch.Tensor` of shape `(inputs, outputs)`.
@@ -133,6 +137,6 @@ def _least_squares(inputs: Tensor, outputs: Tensor) -> Tensor:
     scale = inputs.square().mean(dim=0).sqrt().clamp_min(1e-6)
     scaled = (inputs / scale).double()
     squares = scaled.T @ scaled
-    squares.diagonal().add_(_RIDGE * len(scaled))
+    squares.diagonal().add_(ridge * len(scaled))
     found = torch.linalg.solve(squares, scaled.T @ outputs.double())
     return (found / scale[:, None]).float()
