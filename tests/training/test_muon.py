@@ -103,7 +103,11 @@ def test_a_head_of_its_own_is_left_to_adamw(target, tmp_path):
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [({"divergence": "l1"}, "`divergence` is 'l1': choose one of kl"), ({"pass_decay": 0.0}, "`pass_decay` is 0.0")],
+    [
+        ({"divergence": "l1"}, "`divergence` is 'l1': choose one of kl"),
+        ({"pass_decay": 0.0}, "`pass_decay` is 0.0"),
+        ({"muon": True, "fsdp": "full_shard"}, "`muon` is True and `fsdp` is given"),
+    ],
 )
 def test_bad_arguments(tmp_path, arguments, message):
     with pytest.raises(ValueError, match=message):

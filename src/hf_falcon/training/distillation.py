@@ -60,12 +60,13 @@ class _HeadDistillation(torch.autograd.Function):
                 scores = logits.detach().float().log_softmax(dim=-1)
                 chosen = scores.gather(1, tokens)
                 ranks[index, chunk] = (scores > chosen).sum(dim=-1)
-                distance, slope = _divergence(divergence, probabilities, entropy, scores)
+                drafted = scores.exp()
+                distance, slope = _divergence(divergence, probabilities, entropy, drafted, scores)
                 total += weight * (soft * distance.sum() - (1 - soft) * chosen.sum())
                 # Glancing needs the ranks alone.
                 if ctx.needs_input_grad[0]:
                     # Gradient of the logits. Of the cross-entropy it is the drafter's distribution minus the label.
-                    slope.mul_(soft).add_(scores.exp_(), alpha=1 - soft)
+                    slope.mul_(soft).add_(drafted, alpha=1 - soft)
                     slope.scatter_add_(1, tokens, torch.full_like(chosen, soft - 1)).mul_(weight)
                     found = torch.autograd.grad(logits, (inputs, *parameters), slope.to(logits.dtype))
                     gradient[index, chunk] = found[0]
@@ -82,20 +83,19 @@ class _HeadDistillation(torch.autograd.Function):
         return gradient * scale, *(None,) * 6, *(each * scale for each in of_parameters)
 
 
-def _divergence(name: str, target: Tensor, entropy: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+def _divergence(name: str, target: Tensor, entropy: Tensor, drafter: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
     """
     The divergence of each row from the target's distribution p to the drafter's q, and its gradient with respect to
     the drafter's logits.
 
     Args:
         name (`str`): one of `DIVERGENCES`.
-        target, scores (`torch.Tensor` of shape `(rows, vocab)`): p, and log q.
+        target, drafter, scores (`torch.Tensor` of shape `(rows, vocab)`): p, q, and log q.
         entropy (`torch.Tensor` of shape `(rows,)`): the entropy of p.
 
     Returns:
         `torch.Tensor` of shape `(rows,)` and of shape `(rows, vocab)`.
     """
-    drafter = scores.exp()
     kl, kl_slope = -(target * scores).sum(dim=-1) - entropy, drafter - target
     if name == "kl":
         return kl, kl_slope
@@ -136,7 +136,7 @@ def distillation_loss(
         labels (`torch.Tensor` of shape `(rows, hidden_size)`): the true features, the same for every pass.
         head ([`DraftHead`]): the drafter's head, which may be the target's.
         label_head ([`DraftHead`]): the target's LM head.
-        soft (`float`): share of the KL divergence.
+        soft (`float`): share of the divergence.
         parameters (sequence of `torch.Tensor`, *optional*): parameters of `head` that are trained.
         divergence (`str`, *optional*, defaults to `"kl"`): one of `DIVERGENCES`.
         pass_weights (sequence of `float`, *optional*): weight of each pass; their mean should be 1. By default equal.

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from ..core.draft_session import embed
@@ -47,17 +49,17 @@ def start_falcon(drafter: FalconDraftModel, target: PreTrainedModel, data: Token
     samples = some_features(target, data, [before] if before >= 0 else [], _FALCON_SAMPLES)
     copied = before >= 0 and _copy_last_layers(drafter, target, samples[0][1])
     embedding = target.get_input_embeddings()
-    inputs, outputs = [], []
+    pairs = []
     for token_ids, rows in samples:
         features, hidden = rows[:, :width], rows[:, width:]
         normalised = (features - drafter.feature_mean) / drafter.feature_std
         embeds = drafter.fusion.embedding_norm(embed(embedding, token_ids[1:], torch.device("cpu")).float())
         # Position i has feature i and token i + 1, and predicts feature i + k. Many targets have extreme hidden states
         # at position 0, which would outweigh all others.
-        pairs = max(0, len(token_ids) - ahead)
-        inputs.append(torch.cat((normalised[:pairs], embeds[:pairs]), dim=1)[1:])
-        outputs.append((hidden if copied else normalised)[ahead:][1:])
-    drafter.fusion.linear.weight.copy_(_least_squares(torch.cat(inputs), torch.cat(outputs), _FALCON_RIDGE).T)
+        count = max(0, len(token_ids) - ahead)
+        inputs = torch.cat((normalised[:count], embeds[:count]), dim=1)
+        pairs.append((inputs[1:], (hidden if copied else normalised)[ahead:][1:]))
+    drafter.fusion.linear.weight.copy_(_least_squares(pairs, _FALCON_RIDGE).T)
 
 
 def _copy_last_layers(drafter: FalconDraftModel, target: PreTrainedModel, rows: Tensor) -> bool:
@@ -72,23 +74,20 @@ def _copy_last_layers(drafter: FalconDraftModel, target: PreTrainedModel, rows: 
         `bool`: whether the copies compute these features. If not, the drafter is as before.
     """
     decoder = decoder_of(target)
-    layers, norm = getattr(decoder, "layers", None), getattr(decoder, "norm", None)
-    if layers is None or norm is None:
+    norm = getattr(decoder, "norm", None)
+    copies = list(zip(drafter.layers, list(getattr(decoder, "layers", ()))[-len(drafter.layers) :]))
+    copies.append((drafter.norm, norm))
+    if any(theirs is None or _shapes(mine) != _shapes(theirs) for mine, theirs in copies):
         return False
     kept = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
-    features, hidden = rows[None].chunk(2, dim=-1)
-    places = torch.arange(len(rows))[None]
-    try:
-        for mine, theirs in zip(drafter.layers, layers[-len(drafter.layers) :], strict=True):
-            mine.load_state_dict(theirs.state_dict())
-        drafter.norm.weight.copy_(norm.weight / drafter.feature_std)
-        drafter.feature_mean.zero_()
-    except (RuntimeError, AttributeError):
-        # Other names or shapes.
-        drafter.load_state_dict(kept)
-        return False
+    for mine, theirs in copies:
+        mine.load_state_dict(theirs.state_dict())
+    drafter.norm.weight.div_(drafter.feature_std)
+    drafter.feature_mean.zero_()
     if drafter.anchor is not None:
         drafter.anchor.weight.zero_()
+    features, hidden = rows[None].chunk(2, dim=-1)
+    places = torch.arange(len(rows))[None]
     mask = additive_mask(relaxed_causal_mask(places), hidden.dtype)
     # Layers of other positions, activations or norms may have weights of the same names.
     error = drafter.run_layers(hidden, places, places, mask) - features
@@ -96,6 +95,10 @@ def _copy_last_layers(drafter: FalconDraftModel, target: PreTrainedModel, rows: 
         drafter.load_state_dict(kept)
         return False
     return True
+
+
+def _shapes(module: nn.Module) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in module.state_dict().items()}
 
 
 @torch.no_grad()
@@ -115,28 +118,34 @@ def start_eagle3(drafter: Eagle3DraftModel, target: PreTrainedModel, data: Token
     width = drafter.config.target_hidden_size
     features, hidden = rows.split((width, rows.shape[1] - width), dim=1)
     scale = features.square().mean(dim=0).sqrt().clamp_min(1e-4)
-    drafter.fc.weight.copy_(_least_squares(hidden, features / scale, _EAGLE3_RIDGE).T)
+    drafter.fc.weight.copy_(_least_squares([(hidden, features / scale)], _EAGLE3_RIDGE).T)
     drafter.norm.weight.copy_(_SHARE_OF_SCALE * scale)
     head = target.get_output_embeddings().weight.detach()
     ids = drafter.draft_vocab_ids
     drafter.lm_head.weight.copy_(head if ids is None else head[ids.to(head.device)])
 
 
-def _least_squares(inputs: Tensor, outputs: Tensor, ridge: float) -> Tensor:
+def _least_squares(pairs: Iterable[tuple[Tensor, Tensor]], ridge: float) -> Tensor:
     """
     The map of a ridge regression.
 
     Args:
-        inputs (`torch.Tensor` of shape `(rows, inputs)`), outputs (`torch.Tensor` of shape `(rows, outputs)`): pairs.
+        pairs (iterable of pairs of `torch.Tensor`):
+            Inputs of shape `(rows, inputs)` and outputs of shape `(rows, outputs)`. Only one pair at a time is held in
+            double precision.
         ridge (`float`): as a share of the mean square of an input.
 
     Returns:
         `torch.Tensor` of shape `(inputs, outputs)`.
     """
+    squares, products, rows = torch.zeros(()), torch.zeros(()), 0
+    for inputs, outputs in pairs:
+        doubles = inputs.double()
+        squares = squares + doubles.T @ doubles
+        products = products + doubles.T @ outputs.double()
+        rows += len(inputs)
     # A few of a target's hidden values are larger than all others by orders of magnitude.
-    scale = inputs.square().mean(dim=0).sqrt().clamp_min(1e-6)
-    scaled = (inputs / scale).double()
-    squares = scaled.T @ scaled
-    squares.diagonal().add_(ridge * len(scaled))
-    found = torch.linalg.solve(squares, scaled.T @ outputs.double())
-    return (found / scale[:, None]).float()
+    scale = (squares.diagonal() / rows).sqrt().clamp_min(1e-6)[:, None]
+    squares = squares / (scale * scale.T)
+    squares.diagonal().add_(ridge * rows)
+    return (torch.linalg.solve(squares, products / scale) / scale).float()

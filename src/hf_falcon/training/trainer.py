@@ -83,7 +83,7 @@ class FalconTrainingArguments(TrainingArguments):
         distillation_weight (`float`, *optional*):
             Weight of the distillation of token distributions (w_dist). Defaults to 0.1, for EAGLE-3 to 1.0.
         soft_label_share (`float`, *optional*):
-            Share of the KL divergence in the distillation; the rest is cross-entropy with the target's token. Defaults
+            Share of the divergence in the distillation; the rest is cross-entropy with the target's token. Defaults
             to 0.9, for EAGLE-3 to 1.0.
         feature_noise (`float`, *optional*):
             Uniform noise in (-x, x) on normalised input features. Defaults to 0.1, for EAGLE-3 to 0.
@@ -92,14 +92,14 @@ class FalconTrainingArguments(TrainingArguments):
         unroll_passes (`int`, *optional*):
             Draft passes unrolled in training. Each reads what the pass before predicted. Defaults to 1, for EAGLE-3 to
             3.
-
         divergence (`str`, *optional*, defaults to `"kl"`):
             Distance between the token distributions of target and drafter: `"kl"`, `"log_overlap"`,
             `"total_variation"` or `"hybrid"`. See [`distillation_loss`].
         pass_decay (`float`, *optional*, defaults to 1.0):
             Weight of each unrolled pass in the loss, relative to the pass before.
         muon (`bool`, *optional*, defaults to `False`):
-            Update matrices by Muon, and the rest by AdamW, at the same learning rate.
+            Update matrices by Muon, and the rest by AdamW, at the same learning rate. Not with `fsdp`.
+
         eval_passes (`int`, *optional*):
             Draft passes unrolled on held-out samples, each with its own accuracies; `unroll_passes` if left out.
 
@@ -120,7 +120,7 @@ class FalconTrainingArguments(TrainingArguments):
         default=None, metadata={"help": "Weight of the token distributions (default: 0.1; eagle3: 1.0)."}
     )
     soft_label_share: float | None = field(
-        default=None, metadata={"help": "Share of the KL divergence in the distillation (default: 0.9; eagle3: 1.0)."}
+        default=None, metadata={"help": "Share of the divergence in the distillation (default: 0.9; eagle3: 1.0)."}
     )
     feature_noise: float | None = field(
         default=None, metadata={"help": "Uniform noise on normalised input features (default: 0.1; eagle3: 0)."}
@@ -152,6 +152,8 @@ class FalconTrainingArguments(TrainingArguments):
             raise ValueError(f"`divergence` is {self.divergence!r}: choose one of {', '.join(DIVERGENCES)}.")
         if not 0 < self.pass_decay <= 1:
             raise ValueError(f"`pass_decay` is {self.pass_decay}: give a number above 0, at most 1.")
+        if self.muon and self.fsdp:
+            raise ValueError("`muon` is True and `fsdp` is given: Muon needs whole matrices, leave out one of them.")
 
     def take_defaults(self, drafter: DraftModel) -> None:
         """
