@@ -167,7 +167,7 @@ def _drafter(options: DrafterArguments, target: PreTrainedModel, data: TokenFile
         print(f"draft vocabulary: {len(token_ids):,} of {config.vocab_size:,} tokens, {100 * coverage:.2f} % of text")
     if drafter.predicts_features:
         drafter.set_feature_statistics(*feature_statistics(target, data))
-        if isinstance(drafter, FalconDraftModel):
+        if type(drafter) is FalconDraftModel:
             start_falcon(drafter, target, data)
     else:
         start_eagle3(drafter, target, data)
