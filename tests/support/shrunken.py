@@ -29,7 +29,7 @@ _SIZES: dict[str, Any] = {
     # Attention through a latent space.
     **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "o_lora_rank"), 16),
     **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "index_head_dim"), 8),
-    "index_n_heads": 2,
+    "index_n_heads": 16,
     "index_topk": 4,
     "rotary_dim": 4,
     # Recurrent layers.
@@ -74,6 +74,9 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 0]}},
     "qwen2_vl_vision": {"embed_dim": HIDDEN, "hidden_size": HIDDEN},
     "dots1": {"n_shared_experts": 1},
+    "electra": {"embedding_size": HIDDEN},
+    "mpt": {"use_cache": True},
+    "rembert": {"input_embedding_size": HIDDEN, "output_embedding_size": HIDDEN},
     "dots3_note_text": {"per_layer_config": {}, "head_dim": 16, "shared_experts_intermediate_size": 16},
     "falcon_h1": {"mamba_d_ssm": 64},
     "gemma3n_text": {"activation_sparsity_pattern": [0.5, 0.0], "laurel_rank": 4},
@@ -87,7 +90,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "longcat_flash": {"head_dim": 8},
     "mamba2": {"num_heads": 8},
     "qwen4_exp_text": {
-        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8},
+        **{"indexer_n_heads": 16, "indexer_kv_heads": 1, "indexer_head_dim": 8},
         **{"indexer_budget": 8, "indexer_compress_ratio": 2, "hc_lowrank": 4, "ple_embed_dim": 8},
     },
     "recurrent_gemma": {"num_hidden_layers": 3},

@@ -292,7 +292,7 @@ def find_obstacle(case: Case) -> Finding | None:
     return Finding(
         "plain_decoding",
         "The target is decoded plainly, without the drafter.",
-        f"Trees cannot be verified: {reason}.",
+        f"Nothing can be verified: {reason}.",
         "Use a target or a setting that is drafted for: the page Limits of the documentation lists the others.",
     )
 

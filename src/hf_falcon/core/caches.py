@@ -1,15 +1,16 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Key-value caches: the drafter's, the target's for one row, and the target's for rows of different lengths."""
+"""The drafter's cache, the target's for one row, for rows of different lengths, and for layers that keep a state."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from .tree import to_device
@@ -240,6 +241,85 @@ def stack_layers(cache: Cache, static_slots: int | None = None, apart: bool = Fa
 def give_back(cache: Cache) -> None:
     """Undoes [`stack_layers`]: restores the original layers, with all rows."""
     cache.layers = [layer.give_back() if isinstance(layer, StackedLayer) else layer for layer in cache.layers]
+
+
+class Rewind:
+    """
+    Takes a cache back to where it was before a forward.
+
+    If every layer can drop its last rows, rejected tokens are dropped. A recurrent state has no rows: then everything
+    goes back, and the tokens that belong in the cache must run again.
+
+    Args:
+        cache: a cache after its prompt: a [`DynamicCache`], or what a model uses in its place.
+    """
+
+    def __init__(self, cache: Any):
+        self.cache = cache
+        self._has_layers = type(cache) is DynamicCache
+        # Whether rejected tokens can be dropped.
+        self.drops_rows = self._has_layers and all(_drops_rows(layer) for layer in cache.layers)
+        if self.drops_rows:
+            # Layers with a window then keep the rows of a forward until they are cropped.
+            cache.activate_past_recording()
+            cache.crop(0)
+        self._saved: Any = None
+
+    def mark(self) -> None:
+        """Marks the place to go back to. Each forward that may be undone needs its mark."""
+        if not self._has_layers:
+            self._saved = copy.deepcopy(self.cache)
+        else:
+            self._saved = [_state(layer, self.drops_rows) for layer in self.cache.layers]
+
+    def undo(self) -> None:
+        """Undoes all since the mark, also a forward that broke off; nothing without one."""
+        saved, self._saved = self._saved, None
+        if saved is None:
+            return
+        if not self._has_layers:
+            self.cache = saved
+            return
+        for layer, state in zip(self.cache.layers, saved):
+            vars(layer).update(state)
+
+    def keep(self, added: int, kept: int) -> bool:
+        """
+        Keeps the first `kept` of the `added` tokens of the forward since the mark.
+
+        Returns:
+            `bool`: whether they are in the cache now; otherwise it is as at the mark.
+        """
+        if self.drops_rows:
+            self.cache.crop(kept - added)
+        elif kept < added:
+            self.undo()
+            return False
+        self._saved = None
+        return True
+
+
+def _is_known(layer: Any) -> bool:
+    """Whether a forward replaces the keys and values of a layer, and changes nothing in them."""
+    # Layers that a model brings itself may do otherwise, and keep more than rows.
+    return isinstance(layer, StackedLayer) or type(layer).__module__ == Cache.__module__
+
+
+def _drops_rows(layer: Any) -> bool:
+    return _is_known(layer) and getattr(layer, "is_croppable", False)
+
+
+def _state(layer: Any, drops_rows: bool) -> dict[str, Any]:
+    """What a layer holds, with copies of what a forward changes in place."""
+    if isinstance(layer, StackedLayer):
+        return {"_length": layer.get_seq_length()}
+    state = {}
+    for name, value in vars(layer).items():
+        if drops_rows or (_is_known(layer) and name in ("keys", "values")):
+            state[name] = dict(value) if isinstance(value, dict) else value
+        else:
+            state[name] = copy.deepcopy(value)
+    return state
 
 
 def unfold_static(cache: Cache, window: int | None) -> list[StaticLayer]:

@@ -9,6 +9,7 @@ The decoding loop: draft a tree, verify it in one forward of the target, keep th
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,9 +28,9 @@ from .hook import is_user_defined, sample
 from .interfaces import Drafter
 from .policy import AdaptivePolicy, DraftPolicy, PlainPolicy, acceptance_stats_of
 from .sampling import MultiRootCandidateGenerator, SamplingCandidateGenerator, decode_multi_root, verify_speculative
-from .statistics import FalconGenerateOutput, StatisticsRecorder
-from .target_parts import unsupported_batch_reason, unsupported_reason
-from .target_run import BatchedTargetRun, LayerOutputs, TargetRun
+from .statistics import FalconGenerateOutput, LayerOutputs, StatisticsRecorder
+from .target_parts import chain_reason, unsupported_batch_reason, unsupported_chain_reason, unsupported_reason
+from .target_run import BatchedTargetRun, ChainRun, TargetRun, chain_fault
 from .tree import DraftTree, collect, single_node, to_device, to_host
 from .verification import MOST_STEPS_AHEAD, BatchSequence, TokenSequence, verify, verify_greedy
 
@@ -87,6 +88,10 @@ def assisted_decoding(
         )
     reason = "`synced_gpus` is set" if synced_gpus else None
     reason = reason or unsupported_reason(target, input_ids, generation_config, model_kwargs)
+    # Why the target takes chains only, if it does.
+    chains = None if reason is not None else chain_reason(target, input_ids, model_kwargs)
+    if chains is not None:
+        reason = _unsupported_chains(target, chains, input_ids, generation_config, model_kwargs)
     if reason is None and input_ids.shape[0] > 1:
         reason = unsupported_batch_reason(target, logits_processor, stopping_criteria, generation_config, model_kwargs)
     if reason is not None:
@@ -104,6 +109,9 @@ def assisted_decoding(
         return FalconGenerateOutput(**output) if isinstance(output, GenerateDecoderOnlyOutput) else output
     options = DraftOptions.from_generation_config(drafter.generation_config, generation_config)
     options = limited_options(options, drafter)
+    if chains is not None:
+        logger.info(f"The target verifies chains, and no trees: {chains}.")
+        options = replace(options, verification="exact", draft_tree="dynamic", draft_top_k=1, draft_width=1)
     drafter.check_target(target)
     _warn_of_unused_fields(generation_config)
     _warn_of_other_weights(drafter, target)
@@ -114,7 +122,8 @@ def assisted_decoding(
     # Before the target runs: an option that does not fit raises its error here.
     decode_sequence = _decoder(drafter, target, options, logits_processor, generation_config, model_kwargs)
     sequence = TokenSequence(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-    run = TargetRun(target, input_ids, generation_config, model_kwargs, drafter.config.feature_layers)
+    make_run = TargetRun if chains is None else ChainRun
+    run = make_run(target, input_ids, generation_config, model_kwargs, drafter.config.feature_layers)
     try:
         statistics = decode_sequence(run, sequence)
     finally:
@@ -124,6 +133,21 @@ def assisted_decoding(
     return _output(sequence, statistics, cache, generation_config, run.layer_outputs)
 
 
+def _unsupported_chains(
+    target: PreTrainedModel,
+    chains: str,
+    input_ids: Tensor,
+    generation_config: GenerationConfig,
+    model_kwargs: dict[str, Any],
+) -> str | None:
+    """The reason why a target that takes no trees is decoded plainly in this call; `None` if it takes chains."""
+    more = "the batch has several rows" if input_ids.shape[0] > 1 else None
+    more = more or unsupported_chain_reason(target, generation_config, model_kwargs)
+    if more is not None:
+        return f"{chains}, and {more}"
+    return chain_fault(target, generation_config, model_kwargs)
+
+
 def _decoder(
     drafter: Drafter,
     target: PreTrainedModel,
@@ -131,7 +155,7 @@ def _decoder(
     logits_processor: LogitsProcessorList,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
-) -> Callable[[TargetRun, TokenSequence], StatisticsRecorder]:
+) -> Callable[[Any, TokenSequence], StatisticsRecorder]:
     """Decodes one sequence by the call's `verification`; greedy decoding is always exact."""
     verification = options.verification if generation_config.do_sample else "exact"
     if verification == "speculative":
@@ -151,7 +175,7 @@ def _decoder(
 
 
 def decode(
-    run: TargetRun, generator: FalconCandidateGenerator, sequence: TokenSequence, verify: Verify = verify
+    run: TargetRun | ChainRun, generator: FalconCandidateGenerator, sequence: TokenSequence, verify: Verify = verify
 ) -> StatisticsRecorder:
     """
     Runs rounds of drafting and verifying until `sequence` is finished.
@@ -173,12 +197,14 @@ def decode(
     while not sequence.finished:
         with statistics.measure("drafter", generator.drafter.device):
             tree = generator.propose(sequence.token_ids, _depth_limit(run, sequence))
+            tree = tree.likeliest_path() if isinstance(run, ChainRun) else tree
+        nodes = run.deferred + len(tree)
         with statistics.measure("target", run.model.device) as watch:
             logits, features = run.score(tree, sequence.token_ids)
         path, accepted = verify(tree, logits, sequence)
         run.accept(path)
         features = features[:, to_device(path, features.device)]
-        generator.update(tree, path, accepted, features, sequence.token_ids, watch)
+        generator.update(tree, path, accepted, features, sequence.token_ids, watch, nodes)
         statistics.add_round(len(tree) - 1, accepted)
     return statistics
 
@@ -299,7 +325,7 @@ def _assist_batch(
 
 
 def _policy(
-    run: TargetRun | BatchedTargetRun,
+    run: TargetRun | ChainRun | BatchedTargetRun,
     drafter: Drafter,
     options: DraftOptions,
     limit: int,
@@ -327,10 +353,12 @@ def _policy(
     costs = costs_of(model, key, stats.costs, run.dry_run, tokens=limit + 1)
     if costs is None:
         return PlainPolicy(options, stats)
-    return AdaptivePolicy(options, stats, costs, drafter.config.block_size, ahead)
+    if isinstance(run, ChainRun):
+        run.costs = costs
+    return AdaptivePolicy(options, stats, costs, drafter.config.block_size, ahead, run.most_deferred)
 
 
-def _depth_limit(run: TargetRun, sequence: TokenSequence) -> int:
+def _depth_limit(run: TargetRun | ChainRun, sequence: TokenSequence) -> int:
     """A path may not be longer than the tokens that are left, minus the target's own."""
     budget, rotary = sequence.tokens_left - 1, run.max_tree_depth()
     return budget if rotary is None else min(budget, rotary)

@@ -388,6 +388,25 @@ def prefill(
     return _private(model, "_prefill", "run the prompt")(input_ids, generation_config, model_kwargs, **kwargs)
 
 
+def extend_model_kwargs(
+    model: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any], new_tokens: int
+) -> dict[str, Any]:
+    """
+    The arguments of a model, for a text that is some tokens longer: its mask and positions.
+
+    Args:
+        model ([`PreTrainedModel`]): the target.
+        outputs ([`~transformers.utils.ModelOutput`]): of its last forward.
+        model_kwargs (`dict`): the arguments that `generate` prepared; they stay as they are.
+        new_tokens (`int`): by how many tokens the text is longer.
+
+    Raises:
+        `RuntimeError`: if transformers has no `_update_model_kwargs_for_generation`.
+    """
+    update = _private(model, "_update_model_kwargs_for_generation", "prepare a step")
+    return update(outputs, dict(model_kwargs), num_new_tokens=new_tokens)
+
+
 def sample(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:
     """
     transformers' own decoding without an assistant, greedy or sampling. It runs where the target or the call does not

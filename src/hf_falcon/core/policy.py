@@ -362,17 +362,24 @@ class AdaptivePolicy(DraftPolicy):
         options, stats, ahead: see [`DraftPolicy`].
         costs ([`Costs`]): what a round costs here.
         block_size (`int`): tokens of a draft pass.
+        most_deferred (`int`, *optional*, defaults to 0): tokens that the target may run again in a round.
     """
 
     def __init__(
-        self, options: DraftOptions, stats: AcceptanceStats, costs: Costs, block_size: int, ahead: bool = False
+        self,
+        options: DraftOptions,
+        stats: AcceptanceStats,
+        costs: Costs,
+        block_size: int,
+        ahead: bool = False,
+        most_deferred: int = 0,
     ):
         super().__init__(options, stats, ahead)
         stats.start_from(options.draft_calibration)
         self._costs = costs
         self._max_depth = options.num_draft_passes * block_size
-        # In plain steps, for 0, 1, 2, ... draft nodes.
-        self._target_times = torch.tensor(costs.target(options.num_assistant_tokens))
+        # In plain steps, for 0, 1, 2, ... draft nodes or deferred tokens.
+        self._target_times = torch.tensor(costs.target(options.num_assistant_tokens + most_deferred))
 
     def decide(self, matched: int = 0, found: int = 0) -> DraftDecision:
         """See [`DraftPolicy.decide`]."""

@@ -4,9 +4,11 @@
 from __future__ import annotations
 
 import inspect
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
+from types import NoneType
 from typing import Any
 
 import torch
@@ -25,10 +27,13 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 
 from .hook import attention_implementation, is_stateful
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, REFERENCE_SLIDING = "full_attention", "sliding_attention", "reference_sliding_attention"
 
 # Attention functions that take any additive mask.
 _MASKED_ATTENTION = ("eager", "sdpa")
+
+# What models call their cache.
+CACHE_NAMES = ("past_key_values", "cache_params", "state")
 
 _CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
@@ -38,7 +43,7 @@ _KNOWN_INPUTS = {
     "inputs_embeds",
     "position_ids",
     "cache_position",
-    "past_key_values",
+    *CACHE_NAMES,
     "use_cache",
     "logits_to_keep",
     "output_attentions",
@@ -191,10 +196,10 @@ def unsupported_reason(
     model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any]
 ) -> str | None:
     """
-    The reason why trees cannot be verified in this call; it completes "plain decoding runs: ...".
+    The reason why nothing can be verified in this call; it completes "plain decoding runs: ...".
 
     Returns:
-        `str`, or `None` where they can.
+        `str`, or `None` where trees or chains can.
     """
     config = model.config.get_text_config(decoder=True)
     cache = model_kwargs.get("past_key_values")
@@ -203,10 +208,6 @@ def unsupported_reason(
     # BERT's kind. GPT-NeoX's configuration has the field as well, but GPT-NeoX is a decoder.
     if hasattr(config, "add_cross_attention") and not getattr(config, "is_decoder", True):
         return "the target is an encoder (`is_decoder` is False), which keeps no cache"
-    if config.model_type == "git":
-        return "the target's mask has room for images, even without any"
-    if _uses_alibi(config):
-        return "the target uses ALiBi positions, which cannot follow a tree"
     if model.device.type == "meta":
         return "the target's embedding is offloaded, so its device is unknown"
     if any(_is_compiled(module) for module in (model, decoder_of(model))):
@@ -215,24 +216,13 @@ def unsupported_reason(
         return (
             "the target's linear layers quantise all rows of a forward by one scale, so that each changes the others"
         )
-    inputs = inspect.signature(model.forward).parameters
-    missing = [name for name in ("position_ids", "past_key_values") if name not in inputs]
-    if missing:
-        return f"the target takes no `{missing[0]}`, which a tree needs"
-    unknown = layer_kinds(model.config) - {FULL, SLIDING}
-    if unknown or is_stateful(model):
-        return f"the target has layers of kind {sorted(unknown) or 'recurrent'}, which cannot be rolled back"
-    attention = attention_implementation(config) or "eager"
-    if attention not in _MASKED_ATTENTION:
-        return f"`attn_implementation` is {attention!r}, which takes no tree mask (use one of {_MASKED_ATTENTION})"
-    if not isinstance(cache, (DynamicCache, StaticCache)) or getattr(cache, "offloading", False):
+    if not any(name in inspect.signature(model.forward).parameters for name in CACHE_NAMES):
+        return f"the target takes no `{CACHE_NAMES[0]}`"
+    if not isinstance(cache, (DynamicCache, StaticCache, NoneType)) or getattr(cache, "offloading", False):
         return f"the cache is a {type(cache).__name__} that cannot drop rejected branches (use a DynamicCache)"
-    # By exact type: a subclass may keep more than keys and values.
-    odd = {type(layer).__name__ for layer in cache.layers if type(layer) not in _CACHE_LAYERS}
-    if odd:
-        return f"the cache has layers of type {sorted(odd)}, which cannot drop rejected branches"
     mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
-    past, tokens = cache.get_seq_length(), (input_ids if embeds is None else embeds).shape[1]
+    past = 0 if cache is None else cache.get_seq_length()
+    tokens = (input_ids if embeds is None else embeds).shape[1]
     if mask is not None and (mask.dim() != 2 or mask.shape[1] not in (tokens, past + tokens) or mask.shape[1] <= past):
         return (
             f"`attention_mask` has shape {tuple(mask.shape)}, for {past} tokens in the cache and a prompt of {tokens}"
@@ -240,10 +230,68 @@ def unsupported_reason(
     # A multimodal model gets an empty dict of its encoders' outputs with a text alone.
     empty = {name for name, value in model_kwargs.items() if value is None or (isinstance(value, dict) and not value)}
     extra = sorted(model_kwargs.keys() - empty - _KNOWN_INPUTS)
-    if extra:
-        return f"the target was given {extra} beside its text"
+    return f"the target was given {extra} beside its text" if extra else None
+
+
+def chain_reason(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
+    """
+    The reason why the target takes no tree in this call, but a chain: a single path, with the target's own mask and
+    positions.
+
+    Returns:
+        `str`, or `None` where it takes trees.
+    """
+    config = model.config.get_text_config(decoder=True)
+    if config.model_type == "git":
+        return "the target's mask has room for images, even without any"
+    if _uses_alibi(config):
+        return "the target uses ALiBi positions, which follow no tree"
+    inputs = inspect.signature(model.forward).parameters
+    missing = [name for name in ("position_ids", "past_key_values") if name not in inputs]
+    if missing:
+        return f"the target takes no `{missing[0]}`, which a tree needs"
+    unknown = layer_kinds(model.config) - {FULL, SLIDING}
+    if unknown or is_stateful(model):
+        return f"the target has layers of kind {sorted(unknown) or 'recurrent'}, which follow no tree"
+    attention = attention_implementation(config) or "eager"
+    if attention not in _MASKED_ATTENTION:
+        return f"`attn_implementation` is {attention!r}, which takes no tree mask (use one of {_MASKED_ATTENTION})"
+    cache = model_kwargs.get("past_key_values")
+    if cache is None:
+        return "the target makes a cache of its own, which may keep more than keys and values"
+    # By exact type: a subclass may keep more than keys and values.
+    odd = {type(layer).__name__ for layer in cache.layers if type(layer) not in _CACHE_LAYERS}
+    if odd:
+        return f"the cache has layers of type {sorted(odd)}, which may keep more than keys and values"
     if _moves_positions(model, input_ids, model_kwargs):
         return "the target does not take its `position_ids` as `generate` prepares them"
+    return None
+
+
+def unsupported_chain_reason(
+    model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any]
+) -> str | None:
+    """
+    The reason why not even a chain can be verified in this call; see [`unsupported_reason`].
+
+    Returns:
+        `str`, or `None` where one can.
+    """
+    cache = model_kwargs.get("past_key_values")
+    if isinstance(cache, StaticCache):
+        return "a static cache cannot drop rejected tokens"
+    if REFERENCE_SLIDING in layer_kinds(model.config):
+        return f"in layers of kind {REFERENCE_SLIDING!r} several tokens see padding that a single one does not"
+    if rope_boundary(model.config.get_text_config(decoder=True))[0] is not None:
+        return "its rotary frequencies depend on the length of the text"
+    wanted = [name for name in ("output_hidden_states", "output_attentions") if getattr(generation_config, name)]
+    if generation_config.return_dict_in_generate and wanted:
+        return f"`{wanted[0]}` was asked for, which a chain has in another form"
+    # In transformers, Mamba 2's layers apply these limits to several tokens, but not to a single one.
+    limits = [module.time_step_limit for module in model.modules() if hasattr(module, "time_step_limit")]
+    narrow = [limit for limit in limits if tuple(limit) != (0.0, math.inf)]
+    if narrow:
+        return f"its recurrent layers have the `time_step_limit` {narrow[0]}, which holds for several tokens only"
     return None
 
 

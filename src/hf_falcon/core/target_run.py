@@ -3,21 +3,23 @@
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Sequence
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache, GenerationConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.cache_utils import StaticLayer
-from transformers.utils import ModelOutput
 
 from .caches import (
     STATIC_SLOTS,
     RaggedLayer,
     RaggedRows,
+    Rewind,
     RowLengths,
     StackedLayer,
     StackedRows,
@@ -27,77 +29,19 @@ from .caches import (
     stack_layers,
     unfold_static,
 )
-from .hook import leave_past_recording, prefill
+from .costs import Costs
+from .hook import attention_implementation, extend_model_kwargs, is_user_defined, leave_past_recording, prefill
 from .interfaces import target_acceleration
 from .modeling_falcon_draft import additive_mask, hide_end
-from .target_parts import SLIDING, FeatureTap, layer_kinds, rope_boundary
-from .tree import DraftTree, star, to_device
+from .statistics import LayerOutputs
+from .target_parts import CACHE_NAMES, SLIDING, FeatureTap, layer_kinds, rope_boundary
+from .tree import DraftTree, chain, star, to_device
 
 # Slots for the tree of a round, if it is no larger than most.
 _TREE_SLOTS = 128
-
-# For each emitted token one tensor a layer.
-Steps = tuple[tuple[Tensor, ...], ...]
-
-
-class LayerOutputs:
-    """
-    The outputs of the target's layers for each emitted token; empty where the call does not ask for them.
-
-    Args:
-        generation_config ([`GenerationConfig`]): configuration of the call.
-    """
-
-    def __init__(self, generation_config: GenerationConfig):
-        asked = [
-            name
-            for name in ("hidden_states", "attentions")
-            if generation_config.return_dict_in_generate and getattr(generation_config, f"output_{name}")
-        ]
-        self.hidden_states: Steps | None = () if "hidden_states" in asked else None
-        self.attentions: Steps | None = () if "attentions" in asked else None
-        # Arguments of the target's forward.
-        self.arguments = {f"output_{name}": True for name in asked}
-
-    def add_step(self, outputs: ModelOutput) -> None:
-        """Adds the outputs of a forward that plain decoding runs in the same way: the prompt, or a single token."""
-        if self.hidden_states is not None:
-            self.hidden_states += (outputs.hidden_states,)
-        if self.attentions is not None:
-            self.attentions += (outputs.attentions,)
-
-    def add_path(self, outputs: ModelOutput, path: Tensor, windows: Sequence[int | None]) -> None:
-        """
-        Adds the outputs of a tree's forward for its accepted nodes, each with the keys of its own path alone.
-
-        Args:
-            outputs ([`ModelOutput`]): of a forward over all nodes.
-            path (`torch.LongTensor` of shape `(kept,)`): nodes that belong in the cache, the root first.
-            windows (sequence of `int` or `None`): keys that each layer keeps, at most.
-        """
-        if self.hidden_states is not None:
-            rows = [
-                states.index_select(1, to_device(path, states.device)).split(1, dim=1)
-                for states in outputs.hidden_states
-            ]
-            self.hidden_states += tuple(zip(*rows))
-        if self.attentions is not None:
-            # An attention function without weights gives no layers either.
-            steps = [_attentions(*each, path) for each in zip(outputs.attentions, windows)]
-            self.attentions += tuple(zip(*steps)) if steps else ((),) * path.shape[0]
-
-
-def _attentions(weights: Tensor, window: int | None, path: Tensor) -> list[Tensor]:
-    """Weights of shape `(1, heads, nodes, cached + nodes)` as plain decoding gives them, one token after the other."""
-    path = to_device(path, weights.device)
-    cached = weights.shape[-1] - weights.shape[-2]
-    keys = torch.cat((torch.arange(cached, device=path.device), cached + path))
-    rows = weights.index_select(2, path).index_select(3, keys)
-    found = []
-    for place in range(path.shape[0]):
-        end = cached + place + 1
-        found.append(rows[:, :, place : place + 1, max(0, end - (window or end)) : end])
-    return found
+# Tokens of the prompt and behind it that show whether a target can run a chain, and how far their logits may differ.
+_TRIED_PROMPT, _TRIED_TOKENS = 8, 5
+_TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.1
 
 
 class TargetRun:
@@ -111,6 +55,9 @@ class TargetRun:
         model_kwargs (`dict`): the model's arguments that `generate` prepared, a [`DynamicCache`] among them.
         feature_layers (sequence of `int`, *optional*): see [`FeatureTap`].
     """
+
+    # See [`ChainRun`].
+    deferred = most_deferred = 0
 
     def __init__(
         self,
@@ -356,6 +303,237 @@ def _keep_rows(layer: Any, path: Tensor, nodes: int) -> None:
         states[..., start:end, :] = states.index_select(-2, sources)
 
 
+class ChainRun:
+    """
+    The target during one `generate` call, where it takes no tree: a round scores one path of tokens, prepared as
+    `generate` prepares a step, with the model's own mask and positions.
+
+    Where a layer keeps a recurrent state, rejected tokens cannot be dropped from it. The cache then goes back to where
+    it was before the forward, and the accepted tokens are deferred: the next forward runs them again, before its path.
+    They enter the cache with the first forward of which every token is accepted.
+
+    Args:
+        model, input_ids, generation_config, model_kwargs, feature_layers: see [`TargetRun`].
+    """
+
+    # Tokens that may be deferred before they enter the cache.
+    most_deferred = 16
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        generation_config: GenerationConfig,
+        model_kwargs: dict[str, Any],
+        feature_layers: Sequence[int] = (),
+    ):
+        self.model = model
+        self._tap = FeatureTap(model, feature_layers)
+        self._generation_config = generation_config
+        # They describe the tokens in the cache.
+        self._model_kwargs = model_kwargs
+        self._cache_name = next((name for name in CACHE_NAMES if name in model_kwargs), CACHE_NAMES[0])
+        self._rewind: Rewind | None = None
+        self._outputs: Any = None
+        self.layer_outputs = LayerOutputs(generation_config)
+        # The outputs of layers are hidden from compiled code; it has no tree here to run either.
+        self.acceleration = target_acceleration(model, reads_layers=True)
+        # Tokens in the cache, and deferred ones.
+        self.length = 0
+        # What forwards cost, for the decision when deferred tokens enter the cache.
+        self.costs: Costs | None = None
+        # Accepted tokens that are not in the cache.
+        self.deferred = 0
+        # What running deferred tokens again has cost since they were first deferred, in plain steps.
+        self._spent = 0.0
+        # Tokens that the last forward ran, the deferred ones among them.
+        self._added = 0
+        # The text that the cache and the deferred tokens are of.
+        self._tokens = input_ids.cpu()
+        self._path = self._tokens
+
+    @property
+    def cache(self) -> Any:
+        """The target's cache."""
+        return self._model_kwargs.get(self._cache_name) if self._rewind is None else self._rewind.cache
+
+    @property
+    def prompt_embeds(self) -> Tensor | None:
+        """See [`TargetRun.prompt_embeds`]."""
+        return self._model_kwargs.get("inputs_embeds")
+
+    def prefill(self, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """See [`TargetRun.prefill`]."""
+        embeds, past = self.prompt_embeds, self.cache
+        self.length = input_ids.shape[1]
+        if embeds is not None:
+            self.length = embeds.shape[1] + (past.get_seq_length() if isinstance(past, Cache) else 0)
+        with self._tap as tap:
+            outputs = self._outputs = prefill(
+                self.model,
+                input_ids,
+                self._generation_config,
+                self._model_kwargs,
+                is_first_iteration=not self._generation_config.is_assistant,
+            )
+        # Not every model returns the cache that it was given.
+        self._cache_name = next((name for name in CACHE_NAMES if name in outputs), self._cache_name)
+        cache = outputs.get(self._cache_name, self._model_kwargs.get(self._cache_name))
+        if type(cache) is DynamicCache:
+            stack_layers(cache)
+        self._rewind = Rewind(cache)
+        return outputs.logits[:, -1], tap.take()
+
+    def max_tree_depth(self) -> int | None:
+        """0 where the deferred tokens had better enter the cache, by a forward without draft tokens."""
+        if self.deferred == 0:
+            return None
+        if self.costs is None or self.deferred >= self.most_deferred:
+            return 0 if self.deferred >= self.most_deferred else None
+        # As in the problem of renting or buying: no more than twice what the best moment would have cost. Such a
+        # forward brings one token, which drafting brings in half a plain step.
+        price = self.costs.target(self.deferred)[-1] - 0.5
+        return 0 if self._spent >= price else None
+
+    def score(self, tree: DraftTree, input_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """
+        One forward over the deferred tokens and a path.
+
+        Args:
+            tree ([`DraftTree`]): a single path: each node is the parent of the next one.
+            input_ids: see [`TargetRun.score`].
+
+        Returns:
+            See [`TargetRun.score`].
+        """
+        assert self._rewind is not None
+        self._added = self.deferred + len(tree)
+        if self._added > 1 or is_user_defined(self.cache):
+            self._rewind.mark()
+        self._path = torch.cat((input_ids, tree.token_ids[None, 1:]), dim=1)
+        logits, features = self._forward(self._path, self._added)
+        if self.deferred and self.costs is not None:
+            times = self.costs.target(self._added - 1)
+            self._spent += times[-1] - times[len(tree) - 1]
+        return logits[0, -len(tree) :], features[:, -len(tree) :]
+
+    def _forward(self, tokens: Tensor, added: int) -> tuple[Tensor, Tensor]:
+        """Runs the last `added` tokens of a text whose others are in the cache."""
+        kwargs = extend_model_kwargs(self.model, self._outputs, self._model_kwargs, added)
+        kwargs[self._cache_name] = self.cache
+        inputs = self.model.prepare_inputs_for_generation(
+            to_device(tokens, self.model.device), next_sequence_length=added, **kwargs
+        )
+        if "logits_to_keep" in inputs:
+            inputs["logits_to_keep"] = added
+        with self._tap as tap:
+            self._outputs = self.model(**inputs, return_dict=True)
+        return self._outputs.logits, tap.take()
+
+    def accept(self, path: Tensor) -> None:
+        """See [`TargetRun.accept`]."""
+        assert self._rewind is not None
+        kept = self.deferred + path.shape[0]
+        self.length += path.shape[0]
+        self._tokens = self._path[:, : self._path.shape[1] - self._added + kept]
+        if self._rewind.keep(self._added, kept):
+            self._model_kwargs = extend_model_kwargs(self.model, self._outputs, self._model_kwargs, kept)
+            self.deferred, self._spent = 0, 0.0
+        else:
+            self.deferred = kept
+
+    def dry_run(self, nodes: int) -> Tensor:
+        """See [`TargetRun.dry_run`]."""
+        assert self._rewind is not None
+        self._rewind.mark()
+        logits, _ = self._forward(torch.zeros(1, self.length + 1 + nodes, dtype=torch.long), 1 + nodes)
+        self._rewind.undo()
+        return logits[0]
+
+    def finish(self) -> Any:
+        """See [`TargetRun.finish`]."""
+        if self._rewind is None:
+            return self.cache
+        # A round that broke off.
+        self._rewind.undo()
+        if self.deferred and (self._generation_config.return_dict_in_generate or is_user_defined(self.cache)):
+            self._forward(self._tokens, self.deferred)
+        if isinstance(self.cache, Cache):
+            give_back(self.cache)
+            for layer in self.cache.layers:
+                leave_past_recording(layer)
+        return self.cache
+
+
+# For each target, how it attends, and the fault that was found in its chains.
+_chain_faults: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, str | None]] = weakref.WeakKeyDictionary()
+
+
+def chain_fault(
+    model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any]
+) -> str | None:
+    """
+    Tries once whether a target gives the same logits for several tokens in one forward as for one after the other:
+    some models forget their recurrent state there.
+
+    Args:
+        model ([`PreTrainedModel`]): the target.
+        generation_config ([`GenerationConfig`]): configuration of the call.
+        model_kwargs (`dict`): the model's arguments that `generate` prepared.
+
+    Returns:
+        `str`, or `None` without a fault; it completes "plain decoding runs: ...".
+    """
+    form = (attention_implementation(model.config), model.dtype, model.device)
+    known, fault = _chain_faults.get(model, (None, None))
+    if known != form:
+        _chain_faults[model] = form, (fault := _try_chains(model, generation_config, model_kwargs))
+    return fault
+
+
+@torch.no_grad()
+def _try_chains(
+    model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any]
+) -> str | None:
+    config = copy.copy(generation_config)
+    config.prefill_chunk_size = None
+    config.return_dict_in_generate = False
+    text_config = model.config.get_text_config(decoder=True)
+    tokens = torch.arange(_TRIED_PROMPT + _TRIED_TOKENS)[None] % text_config.vocab_size
+    prompt = tokens[:, :_TRIED_PROMPT].to(model.device)
+
+    def start() -> ChainRun:
+        kwargs: dict[str, Any] = {"use_cache": True}
+        if model_kwargs.get("past_key_values") is not None:
+            kwargs["past_key_values"] = DynamicCache(config=text_config)
+        if model_kwargs.get("attention_mask") is not None:
+            kwargs["attention_mask"] = torch.ones_like(prompt)
+        if (positions := model_kwargs.get("position_ids")) is not None:
+            places = torch.arange(_TRIED_PROMPT, device=positions.device)
+            kwargs["position_ids"] = places.expand(*positions.shape[:-1], -1)
+        run = ChainRun(model, prompt, config, kwargs)
+        run.prefill(prompt)
+        return run
+
+    def score(run: ChainRun, end: int, nodes: int, kept: int) -> Tensor:
+        logits, _ = run.score(chain(tokens[0, end - 1 : end - 1 + nodes]), tokens[:, :end])
+        run.accept(torch.arange(kept))
+        return logits
+
+    single, several = start(), start()
+    first = _TRIED_PROMPT + 1
+    expected = torch.cat([score(single, first + step, 1, 1) for step in range(_TRIED_TOKENS)])
+    # A forward of which most tokens are rejected, then one over all.
+    score(several, first, _TRIED_TOKENS, 1)
+    found = score(several, first + 1, _TRIED_TOKENS - 1, _TRIED_TOKENS - 1)
+    expected, found = expected[1:].float(), found.float()
+    error = float((found - expected).norm() / expected.norm())
+    # NaN is a fault as well.
+    if error < (_TOLERANCE if model.dtype == torch.float32 else _TOLERANCE_HALF):
+        return None
+    return f"the target computes {_TRIED_TOKENS} tokens in one forward otherwise than one by one (by {error:.1e})"
+
+
 class BatchedTargetRun:
     """
     The target during one `generate` call for a batch; see [`TargetRun`] for a single row.
@@ -366,6 +544,9 @@ class BatchedTargetRun:
         model_kwargs (`dict`): the model's arguments that `generate` prepared, an empty [`DynamicCache`] among them.
         feature_layers (sequence of `int`, *optional*): see [`FeatureTap`].
     """
+
+    # See [`ChainRun`].
+    most_deferred = 0
 
     def __init__(
         self,
@@ -527,9 +708,7 @@ class BatchedTargetRun:
         chains = []
         for row, count in enumerate(missing):
             # A row that misses nothing runs a token that is not kept.
-            tokens = sequences[row, sequences.shape[1] - max(count, 1) :].cpu()
-            nodes = torch.arange(len(tokens))
-            chains.append(DraftTree(tokens, (nodes - 1).clamp(min=0), nodes, nodes[:, None] >= nodes))
+            chains.append(chain(sequences[row, sequences.shape[1] - max(count, 1) :].cpu()))
         self.score(chains)
         self._lengths.advance(missing)
 

@@ -54,6 +54,17 @@ class DraftTree:
     def __len__(self) -> int:
         return self.token_ids.shape[0]
 
+    def likeliest_path(self) -> DraftTree:
+        """The path of which the most tokens are expected to be accepted, by `log_probs`."""
+        if len(self) == 1 or int(self.depths[-1]) == len(self) - 1:
+            return self
+        assert self.log_probs is not None
+        expected = (self.visible * self.log_probs.exp()).sum(dim=1)
+        [nodes] = self.visible[expected.argmax()].nonzero(as_tuple=True)
+        path = chain(self.token_ids[nodes])
+        path.log_probs = self.log_probs[nodes]
+        return path
+
     def padded(self, nodes: int) -> DraftTree:
         """The tree, padded to `nodes` nodes; a padding node sees the root and itself."""
         more = nodes - len(self)
@@ -107,6 +118,12 @@ def single_node(root: Tensor) -> DraftTree:
     """The tree of the root alone, of shape `(1,)`: a step of plain decoding."""
     zero = torch.zeros(1, dtype=torch.long)
     return DraftTree(root, zero, zero, torch.ones(1, 1, dtype=torch.bool))
+
+
+def chain(token_ids: Tensor) -> DraftTree:
+    """The tree of one path, whose root is the first of `token_ids` of shape `(nodes,)`."""
+    nodes = torch.arange(token_ids.shape[0])
+    return DraftTree(token_ids, (nodes - 1).clamp(min=0), nodes, nodes[:, None] >= nodes)
 
 
 def star(nodes: int) -> DraftTree:

@@ -1,0 +1,307 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Targets that take no tree: chains of tokens, and accepted tokens that are deferred until a state can be kept."""
+
+import copy
+import random
+
+import pytest
+import torch
+from oracle import FreeDrafting, use_oracle
+from quick import quick
+from shrunken import VOCAB, tiny_model
+from tiny_models import SAME_EVERY_ROUND
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_falcon import FalconDraftConfig, FalconDraftModel
+from hf_falcon.core import decoding
+from hf_falcon.core.caches import Rewind, stack_layers
+from hf_falcon.core.target_run import ChainRun, chain_fault
+from hf_falcon.core.tree import DraftTree, ancestor_mask, chain
+
+# Linear attention, convolutions, both kinds of layer in one, Mamba 2, states that are no cache of transformers, caches
+# that a model makes itself; ALiBi, positions of the model's own, windows that follow the slots, chosen keys.
+RECURRENT = ("qwen3_next", "falcon_h1", "mamba2", "rwkv", "minimax", "deepseek_v4")
+OTHERS = ("lfm2", "bloom", "bart", "gpt_neo", "llama4_text", "glm_moe_dsa")
+PROMPT_LENGTH, NEW_TOKENS = 11, 40
+
+
+@pytest.fixture(scope="module")
+def model_of():
+    made = {}
+
+    def get(model_type):
+        if model_type not in made:
+            made[model_type] = tiny_model(model_type)
+        return made[model_type]
+
+    return get
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The runs of chains of all later calls."""
+    made = []
+
+    class Recorded(ChainRun):
+        def __init__(self, *args):
+            super().__init__(*args)
+            self.rounds = []
+            made.append(self)
+
+        def score(self, tree, input_ids):
+            self.rounds.append((self.deferred, len(tree)))
+            return super().score(tree, input_ids)
+
+    monkeypatch.setattr(decoding, "ChainRun", Recorded)
+    return made
+
+
+def prompt(length=PROMPT_LENGTH, seed=1):
+    return torch.randint(3, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed))
+
+
+def drafter_of(target, block_size=2, **options):
+    config = FalconDraftConfig.from_target(target, block_size=block_size, num_hidden_layers=1, num_lstm_layers=0)
+    drafter = FalconDraftModel(config).eval()
+    for option, value in {**SAME_EVERY_ROUND, "assistant_confidence_threshold": 0.0, **options}.items():
+        setattr(drafter.generation_config, option, value)
+    return drafter
+
+
+def generate(target, ids, do_sample=False, **kwargs):
+    torch.manual_seed(0)
+    return target.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        **{"max_new_tokens": NEW_TOKENS, "return_dict_in_generate": True, "pad_token_id": 0, **kwargs},
+        do_sample=do_sample,
+        temperature=0.8 if do_sample else None,
+    )
+
+
+@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("accuracy", [0.6, 1.0])
+@pytest.mark.parametrize("model_type", quick(("qwen3_next", "mamba2", "minimax", "lfm2", "bloom"), RECURRENT + OTHERS))
+def test_equal_to_plain_decoding(model_type, accuracy, do_sample, model_of, runs, monkeypatch):
+    target = model_of(model_type)
+    expected = generate(target, prompt(), do_sample, output_logits=True)
+    use_oracle(monkeypatch, expected.sequences, accuracy=accuracy)
+    found = generate(target, prompt(), do_sample, output_logits=True, assistant_model=drafter_of(target))
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    for ours, theirs in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+    assert found.draft_statistics.accepted_tokens > NEW_TOKENS // 4
+    [run] = runs
+    deferred = [count for count, _ in run.rounds]
+    # Layers without a state drop what is rejected at once; where all is right, nothing is deferred.
+    assert (max(deferred) > 0) == (model_type in RECURRENT and accuracy < 1)
+    assert max(deferred) < ChainRun.most_deferred + drafter_of(target).generation_config.num_assistant_tokens + 1
+
+
+@pytest.mark.parametrize(
+    "model_type", quick(("qwen3_next", "lfm2"), ("qwen3_next", "lfm2", "falcon_h1", "bloom", "deepseek_v4", "mamba2"))
+)
+def test_the_cache_is_as_plain_decoding_leaves_it(model_type, model_of, monkeypatch):
+    target = model_of(model_type)
+    first = generate(target, prompt())
+    use_oracle(monkeypatch, first.sequences, accuracy=0.6)
+    found = generate(target, prompt(), assistant_model=drafter_of(target))
+    assert [type(layer) for layer in found.past_key_values.layers] == [
+        type(layer) for layer in first.past_key_values.layers
+    ]
+    longer = torch.cat((first.sequences, prompt(5, seed=2)), dim=1)
+    name = "cache_params" if model_type == "mamba2" else "past_key_values"
+    expected = generate(target, longer, **{name: copy.deepcopy(first.past_key_values)}).sequences
+    # The next turn, plainly and with the drafter.
+    plainly = generate(target, longer, **{name: copy.deepcopy(found.past_key_values)}).sequences
+    assert plainly.tolist() == expected.tolist()
+    use_oracle(monkeypatch, expected, accuracy=0.6)
+    drafted = generate(target, longer, **{name: found.past_key_values}, assistant_model=drafter_of(target))
+    assert drafted.sequences.tolist() == expected.tolist()
+
+
+class Broken(Exception):
+    pass
+
+
+@pytest.mark.parametrize("place", ["streamer", "target"])
+@pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2", "gpt_neo"])
+def test_a_round_that_breaks_off(model_type, place, model_of, monkeypatch):
+    """The user's cache then holds a beginning of the text, from which plain decoding goes on."""
+    target = model_of(model_type)
+    expected = generate(target, prompt()).sequences
+    use_oracle(monkeypatch, expected, accuracy=0.6)
+    cache, drafter = DynamicCache(config=target.config.get_text_config(decoder=True)), drafter_of(target)
+    left = [9 if place == "target" else 17]
+
+    def count(*_):
+        left[0] -= 1
+        if left[0] == 0:
+            raise Broken
+
+    chain_fault(target, target.generation_config, {"past_key_values": cache, "attention_mask": prompt()})
+    handle, streamer = None, None
+    if place == "target":
+        # In the middle of a forward: some layers have run.
+        handle = (
+            target.get_decoder().layers[-1].register_forward_pre_hook(count)
+            if model_type != "gpt_neo"
+            else (target.get_decoder().h[-1].register_forward_pre_hook(count))
+        )
+    else:
+        streamer = type("Streamer", (), {"put": count, "end": lambda self: None})()
+    with pytest.raises(Broken):
+        generate(target, prompt(), past_key_values=cache, assistant_model=drafter, streamer=streamer)
+    if handle is not None:
+        handle.remove()
+    known = cache.get_seq_length()
+    assert PROMPT_LENGTH <= known < expected.shape[1]
+    again = generate(target, expected[:, : known + 1], past_key_values=cache, max_new_tokens=8)
+    assert again.sequences.tolist() == expected[:, : known + 9].tolist()
+
+
+def test_deferred_tokens_enter_the_cache_by_cost(model_of, runs, monkeypatch):
+    """Where a token more costs nothing they may stay outside; where it costs time they enter sooner."""
+    target = model_of("qwen3_next")
+    expected = generate(target, prompt()).sequences
+    use_oracle(monkeypatch, expected, accuracy=0.6)
+    alone = {}
+
+    class Linear(FreeDrafting):
+        slope = 0.0
+
+        def target(self, most):
+            return [1.0 + self.slope * nodes for nodes in range(most + 1)]
+
+    monkeypatch.setattr(decoding, "costs_of", lambda *args, **kwargs: Linear({0: 1.0, 127: 1.0}))
+    for slope in (0.0, 0.15):
+        Linear.slope = slope
+        options = {"num_assistant_tokens_schedule": "heuristic"}
+        found = generate(target, prompt(), assistant_model=drafter_of(target, **options))
+        assert found.sequences.tolist() == expected.tolist()
+        rounds = runs[-1].rounds
+        alone[slope] = [deferred for deferred, nodes in rounds if deferred and nodes == 1]
+    assert all(deferred >= ChainRun.most_deferred for deferred in alone[0.0])
+    assert alone[0.15] and min(alone[0.15]) < ChainRun.most_deferred // 2
+
+
+@pytest.mark.parametrize("model_type", ["jamba", "mamba"])
+def test_a_target_that_forgets_its_state_is_decoded_plainly(model_type, model_of, warnings_given):
+    target = model_of(model_type)
+    expected = generate(target, prompt()).sequences
+    found = generate(target, prompt(), assistant_model=drafter_of(target))
+    assert found.sequences.tolist() == expected.tolist()
+    assert found.draft_statistics is None
+    assert "otherwise than one by one" in warnings_given()[0]
+
+
+@pytest.mark.parametrize(
+    "model_type, arguments, reason",
+    [
+        ("zamba2", {}, "`time_step_limit`"),
+        ("bloom", {"output_attentions": True}, "`output_attentions` was asked for"),
+        ("bloom", {"cache_implementation": "static"}, "static cache"),
+        ("bloom", {"num_return_sequences": 2, "do_sample": True}, "several rows"),
+    ],
+)
+def test_decoded_plainly(model_type, arguments, reason, model_of, warnings_given):
+    target = model_of(model_type)
+    expected = generate(target, prompt(), **arguments).sequences
+    found = generate(target, prompt(), **arguments, assistant_model=drafter_of(target))
+    assert found.sequences.tolist() == expected.tolist()
+    assert found.draft_statistics is None
+    assert reason in warnings_given()[0]
+
+
+def test_flex_attention(runs, monkeypatch):
+    target = tiny_model("llama", head_dim=16)
+    target.set_attn_implementation("flex_attention")
+    expected = generate(target, prompt()).sequences
+    use_oracle(monkeypatch, expected, accuracy=0.8)
+    found = generate(target, prompt(), assistant_model=drafter_of(target))
+    assert found.sequences.tolist() == expected.tolist()
+    assert found.draft_statistics.accepted_tokens > 0 and runs
+
+
+@pytest.mark.parametrize("verification", ["speculative", "multi_root"])
+def test_chains_are_verified_exactly(verification, model_of, runs):
+    target = model_of("qwen3_next")
+    expected = generate(target, prompt(), do_sample=True).sequences
+    options = {"verification": verification, "draft_tree": [(0,), (1,), (0, 0)]}
+    found = generate(target, prompt(), do_sample=True, assistant_model=drafter_of(target, **options))
+    assert found.sequences.tolist() == expected.tolist() and runs
+
+
+def test_likeliest_path():
+    parents = torch.tensor([0, 0, 0, 1, 2, 4])
+    visible = ancestor_mask(parents, 3)
+    # The longest path counts more than the first token.
+    probs = torch.tensor([1.0, 0.5, 0.45, 0.1, 0.4, 0.3])
+    tree = DraftTree(torch.arange(6), parents, visible.sum(dim=1) - 1, visible, probs.log())
+    path = tree.likeliest_path()
+    assert path.token_ids.tolist() == [0, 2, 4, 5]
+    assert path.parents.tolist() == [0, 0, 1, 2] and path.depths.tolist() == [0, 1, 2, 3]
+    assert path.visible.equal(torch.ones(4, 4, dtype=torch.bool).tril())
+    torch.testing.assert_close(path.log_probs.exp(), probs[[0, 2, 4, 5]])
+    assert path.likeliest_path() is path
+    assert chain(torch.tensor([7])).likeliest_path().token_ids.tolist() == [7]
+
+
+class Odd(DynamicLayer):
+    """A layer that keeps a sum beside its rows, and changes it in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.sum = torch.zeros(1)
+
+    def update(self, keys, values, *args, **kwargs):
+        self.sum += keys.sum()
+        return super().update(keys, values)
+
+
+@pytest.mark.parametrize("seed", quick(range(3), range(30)))
+@pytest.mark.parametrize("kinds", ["rows", "window", "odd"])
+def test_rewind(kinds, seed):
+    """Any sequence of forwards that are kept in full, in part or undone leaves what the kept rows alone leave."""
+    generator = random.Random(seed)
+
+    def new_cache():
+        cache = DynamicCache()
+        window = DynamicSlidingWindowLayer(6)
+        cache.layers = {"rows": [DynamicLayer()], "window": [DynamicLayer(), window], "odd": [DynamicLayer(), Odd()]}[
+            kinds
+        ]
+        return cache
+
+    def add(cache, rows):
+        for layer in cache.layers:
+            layer.update(rows.clone(), rows.clone())
+
+    def rows(count):
+        return torch.randint(9, (1, 1, count, 2)).float()
+
+    torch.manual_seed(seed)
+    cache, plain = new_cache(), new_cache()
+    start = rows(8)
+    add(cache, start)
+    add(plain, start)
+    stack_layers(cache)
+    rewind = Rewind(cache)
+    assert rewind.drops_rows == (kinds != "odd")
+    for _ in range(12):
+        new = rows(generator.randint(1, 5))
+        rewind.mark()
+        add(cache, new)
+        count, kept = new.shape[2], generator.randint(0, new.shape[2])
+        if kept == 0:
+            rewind.undo()
+        elif rewind.keep(count, kept):
+            for each in new[:, :, :kept].split(1, dim=2):
+                add(plain, each)
+        else:
+            assert kinds == "odd" and kept < count
+    for ours, theirs in zip(cache.layers, plain.layers, strict=True):
+        assert ours.get_seq_length() == theirs.get_seq_length()
+        assert ours.keys.equal(theirs.keys) and ours.values.equal(theirs.values)
+        assert getattr(ours, "sum", None) == getattr(theirs, "sum", None)
