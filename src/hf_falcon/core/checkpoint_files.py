@@ -1,11 +1,16 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""The files of a checkpoint: checks of its weights before they take memory, and the code that is saved with them."""
+"""
+The files of a checkpoint. Strangers write them, so they are checked here before their content takes time or memory;
+and the code that is saved with them.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -40,8 +45,81 @@ _FINGERPRINT_VALUES = 16
 # fine-tune.
 _FINGERPRINT_DTYPES = (torch.float32, torch.bfloat16)
 
+# A longer integer is in no file of ours, and takes time that grows with the square of its digits.
+_MOST_DIGITS = 4300
 
 Shapes = dict[str, tuple[int, ...]]
+
+
+def read_json(path: str | Path, *, max_bytes: int = 16 * 2**20, max_depth: int = 32) -> Any:
+    """
+    Reads a JSON file of a stranger, in bounded time and memory.
+
+    Args:
+        path (`str` or `Path`): the file.
+        max_bytes (`int`, *optional*, defaults to 16 MiB): bytes of the file, at most.
+        max_depth (`int`, *optional*, defaults to 32): lists and objects inside each other, at most.
+
+    Returns:
+        The value. All its numbers are finite, its integers fit into 64 bits, and its texts can be encoded.
+
+    Raises:
+        `ValueError`: if the file is no JSON in UTF-8, or beyond these limits; it names the file, and what was found.
+        `OSError`: if the file cannot be opened.
+    """
+    file = Path(path)
+    try:
+        # The reader of a pipe or a device could wait forever.
+        if file.exists() and not file.is_file():
+            raise ValueError("it is no regular file")
+        with file.open("rb") as opened:
+            data = opened.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise ValueError(f"it has more than {max_bytes:,} bytes")
+        value = json.loads(data.decode("utf-8"), parse_int=_integer)
+        _refuse_values(value, max_depth)
+    except (ValueError, RecursionError) as error:
+        reason = f"it has more than {max_depth} levels" if isinstance(error, RecursionError) else error
+        raise ValueError(
+            f"`{file.name}` in {file.parent} cannot be read ({reason}): download it again, or write it again."
+        ) from error
+    return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"it has an integer of {len(digits):,} digits")
+    return int(digits)
+
+
+def _refuse_values(value: Any, max_depth: int) -> None:
+    """Refuses what [`read_json`] does not return; the error names the outermost field."""
+    # The containers around a value, each where the walk is in it. A list of all values would take more memory.
+    around: list[Iterator[tuple[Any, Any]]] = [iter([(None, value)])]
+    field: Any = None
+    while around:
+        for name, each in around[-1]:
+            if len(around) == 2:
+                field = name
+            where = "a value" if field is None else f"`{printable(field)}`"
+            if isinstance(each, (dict, list)):
+                if len(around) > max_depth:
+                    raise ValueError(f"{where} has more than {max_depth} levels")
+                around.append(iter(each.items()) if isinstance(each, dict) else zip(itertools.repeat(name), each))
+                break
+            if (isinstance(each, float) and not math.isfinite(each)) or (isinstance(each, int) and abs(each) >= 2**64):
+                raise ValueError(f"{where} is {each!r:.80}, which is no finite number of 64 bits")
+            for text in (name, each):
+                if isinstance(text, str) and not text.isascii():
+                    # Raises for half of a surrogate pair, which no file and no terminal takes.
+                    text.encode("utf-8")
+        else:
+            around.pop()
+
+
+def printable(text: str) -> str:
+    """A text of a stranger's file for a message: at most 200 characters, and none that a terminal acts on."""
+    return repr(text[:200])[1:-1] + "..." * (len(text) > 200)
 
 
 @contextmanager
