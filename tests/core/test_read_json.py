@@ -33,7 +33,7 @@ def refused(file, data: bytes, found: str, **limits) -> None:
         (b'{"a": 1', "delimiter"),
         (b"\xff\xfe", "utf-8"),
         (b'{"a": NaN}', "`a` is nan"),
-        (b'{"a": [{"b": -Infinity}]}', "`a` is -inf"),
+        (b'{"a": [{"b": -Infinity}]}', "`b` is -inf"),
         (b'{"a": 1e999}', "`a` is inf"),
         (b'{"a": 36893488147419103232}', "`a` is 36893488147419103232"),
         (b'{"a": 1, "b": ' + b"9" * 4300 + b"}", "`b` is 9999"),
