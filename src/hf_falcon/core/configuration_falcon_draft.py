@@ -22,7 +22,7 @@ _RANGES = {
     "vocab_size": (1, 2**24),
     "hidden_size": (1, 2**17),
     "intermediate_size": (1, 2**20),
-    "num_attention_heads": (1, 2**12),
+    "num_attention_heads": (1, 2**8),
     "num_key_value_heads": (1, 2**12),
     "block_size": (1, 64),
     "num_lstm_layers": (0, 64),

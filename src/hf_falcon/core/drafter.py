@@ -13,6 +13,7 @@ from safetensors import safe_open
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
+from .candidate_generator import limited_options
 from .checkpoint_files import (
     FLOATING_DTYPES,
     LOADING,
@@ -177,7 +178,7 @@ class FalconDraftModel(DraftModel, FalconDraftNetwork):
         kwargs["ignore_mismatched_sizes"] = True
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         refuse_problems(pretrained_model_name_or_path, info)
-        DraftOptions.from_generation_config(model.generation_config)
+        limited_options(DraftOptions.from_generation_config(model.generation_config), model, model)
         return (model, info) if output_loading_info else model
 
     @classmethod

@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.utils import WEIGHTS_NAME, cached_file
 
+from ..core.candidate_generator import limited_options
 from ..core.checkpoint_files import (
     LOADING,
     check_digests,
@@ -208,7 +209,7 @@ def read_options(drafter: DraftModel, repository: str, **loading: Any) -> None:
         fields = read_object(repository, "generation_config.json", **loading)
         if fields is not None:
             found = GenerationConfig.from_dict(fields)
-            DraftOptions.from_generation_config(found)
+            limited_options(DraftOptions.from_generation_config(found), drafter, drafter)
             drafter.generation_config = found
 
 

@@ -20,7 +20,7 @@ _LAYER_RANGES = {
     "vocab_size": (1, 2**24),
     "hidden_size": (1, 2**17),
     "intermediate_size": (1, 2**20),
-    "num_attention_heads": (1, 2**12),
+    "num_attention_heads": (1, 2**8),
     "num_key_value_heads": (1, 2**12),
     "head_dim": (2, 2**12),
     "num_hidden_layers": (1, 256),
