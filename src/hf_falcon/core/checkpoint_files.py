@@ -141,9 +141,10 @@ def _refuse_values(value: Any, max_depth: int) -> None:
             around.pop()
 
 
-def printable(text: str) -> str:
-    """A text of a stranger's file for a message: at most 200 characters, and none that a terminal acts on."""
-    return repr(text[:200])[1:-1] + "..." * (len(text) > 200)
+def printable(text: str, most: int = 200) -> str:
+    """A text of a stranger's file for a message: at most `most` characters, and none that a terminal acts on."""
+    shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text[:most])
+    return shown + "..." * (len(text) > most)
 
 
 @contextmanager

@@ -267,8 +267,9 @@ class FalconDraftConfig(PreTrainedConfig):
             setattr(self, field, float(value))
         for field in ("target_model_type", "target_name_or_path", "target_fingerprint"):
             value = getattr(self, field)
-            if value is not None and not isinstance(value, str):
-                raise ValueError(f"`{field}` is {_shown(value)}: set it to a text or to None.")
+            # Messages have these texts in them.
+            if value is not None and not (isinstance(value, str) and value.isprintable()):
+                raise ValueError(f"`{field}` is {_shown(value)}: set it to a text of printable characters or to None.")
         digests = self.weights_sha256
         if not are_digests(digests):
             raise ValueError(f"`weights_sha256` is {_shown(digests)}: save the drafter again with `save_pretrained`.")

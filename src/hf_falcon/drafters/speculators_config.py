@@ -176,6 +176,9 @@ class SpeculatorsDraftConfig(PreTrainedConfig):
         for name, kind in (("name_or_path", str), ("architectures", list)):
             if (verifier or {}).get(name) is not None and not isinstance((verifier or {})[name], kind):
                 raise ValueError(f"`speculators_config.verifier.{name}` is {(verifier or {})[name]!r:.200}.")
+        texts = [(verifier or {}).get("name_or_path"), *((verifier or {}).get("architectures") or [])]
+        if not all(text is None or (isinstance(text, str) and text.isprintable()) for text in texts):
+            raise ValueError(f"`speculators_config.verifier` is {verifier!r:.200}: its texts must be printable.")
         if self.target_fingerprint is not None and not isinstance(self.target_fingerprint, str):
             raise ValueError(f"`target_fingerprint` is {self.target_fingerprint!r:.200}: set it to a text or to None.")
 
