@@ -220,6 +220,47 @@ def test_an_index_is_refused(copied, changes):
     refused(folder, r"`model\.safetensors\.index\.json` .* no index of safetensors files")
 
 
+VALUES = st.recursive(
+    st.none() | st.integers() | st.text(max_size=5) | st.sampled_from(["model-00001-of-00002.safetensors", "float16"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5) | st.just("dtype"), inner),
+    max_leaves=5,
+)
+
+
+@given(VALUES | st.dictionaries(st.sampled_from(["weight_map", "metadata", "x"]), VALUES), st.booleans())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_index_is_read_or_refused(saved, tmp_path_factory, value, keeps):
+    folder = tmp_path_factory.getbasetemp() / "shards"
+    shutil.copytree(saved / "shards", folder, dirs_exist_ok=True)
+    file = folder / "model.safetensors.index.json"
+    whole = json.loads(file.read_text())
+    file.write_text(json.dumps({**whole, **value} if keeps and isinstance(value, dict) else value))
+    try:
+        FalconDraftModel.from_pretrained(folder, dtype="auto")
+    except (ValueError, OSError) as error:
+        assert "model.safetensors.index.json" in str(error) or "missing keys" in str(error)
+
+
+@given(
+    st.sampled_from(["norm.weight", IDS, "fusion.linear.weight"]),
+    st.dictionaries(st.sampled_from(["dtype", "shape", "data_offsets"]), VALUES | st.lists(st.integers(), max_size=3)),
+    st.none() | st.integers(0, 2**64 - 1) | st.integers(0, 3000),
+)
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_any_header_is_read_or_refused(saved, tmp_path_factory, name, changes, size):
+    folder = tmp_path_factory.getbasetemp() / "headers"
+    shutil.copytree(saved / "vocabulary", folder, dirs_exist_ok=True)
+    file = folder / "model.safetensors"
+    header, data = safetensors_header(file.read_bytes())
+    header[name] = {**header.get(name, {}), **changes}
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text) if size is None else size) + text + data)
+    try:
+        FalconDraftModel.from_pretrained(folder)
+    except (ValueError, OSError) as error:
+        assert str(error).isprintable() and len(str(error)) < 10_000
+
+
 def test_an_index_without_metadata_is_refused(copied):
     folder = copied("shards")
     file = folder / "model.safetensors.index.json"

@@ -81,12 +81,12 @@ def render_card(config: FalconDraftConfig, folder: str | Path, name: str, licens
     )
 
 
-def read_card(file: Path) -> ModelCard:
+def read_card(file: Path) -> ModelCardData:
     """
-    Reads the card of a stranger's drafter.
+    Reads the metadata of a stranger's card.
 
     Args:
-        file (`Path`): its `README.md`.
+        file (`Path`): a drafter's `README.md`.
 
     Raises:
         `ValueError`: if its metadata cannot be read in bounded time and memory; it names the file.
@@ -100,7 +100,9 @@ def read_card(file: Path) -> ModelCard:
         metadata = REGEX_YAML_BLOCK.search(text)
         if metadata is not None:
             _check_metadata(metadata[2])
-        return ModelCard(text)
+        card = ModelCard(text).data
+        assert isinstance(card, ModelCardData)
+        return card
     # A parser of YAML, and the card's own checks of values, raise an error of any kind.
     except Exception as error:
         reason = printable(" ".join(str(error).split()))
@@ -120,9 +122,9 @@ def _check_metadata(text: str) -> None:
             raise ValueError(f"its metadata has more than {_DEEPEST_METADATA} levels")
 
 
-def tau_of(card: ModelCard) -> dict[str, float]:
+def tau_of(card: ModelCardData) -> dict[str, float]:
     """The values of tau in a card, by data set."""
-    results = [each for each in card.data.eval_results or [] if each.metric_type == "tau"]
+    results = [each for each in card.eval_results or [] if each.metric_type == "tau"]
     return {
         printable(str(each.dataset_name)): float(each.metric_value)
         for each in results

@@ -137,8 +137,9 @@ def reference_of(folder: Path) -> Reference | None:
     with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
         adapted = read_json(report).get("after") if report.is_file() else None
         if adapted:
-            tau = float(adapted["final_tau"])
-            return Reference(tau, f"on held-out prompts after `hf-falcon adapt` ({REPORT_NAME})")
+            return Reference(
+                float(adapted["final_tau"]), f"on held-out prompts after `hf-falcon adapt` ({REPORT_NAME})"
+            )
         tau = final_tau(folder)[0]
         if tau is not None:
             return Reference(float(tau), "on held-out prompts after its training (trainer_state.json)")

@@ -80,7 +80,7 @@ def describe(repository: str, revision: str | None = None) -> dict[str, Any]:
         **about,
         "bytes": sum(sizes[name] for name in _weight_files(sizes)),
         "tau": None if card is None else tau_of(card) or None,
-        "license": None if card is None or card.data.license is None else printable(str(card.data.license)),
+        "license": None if card is None or card.license is None else printable(str(card.license)),
     }
 
 
