@@ -11,8 +11,9 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from .core.checkpoint_files import read_object
 from .core.configuration_falcon_draft import FalconDraftConfig
 from .core.drafter import DraftModel, FalconDraftModel
 from .drafters.auto import AutoDrafter, is_drafter
@@ -44,8 +45,12 @@ def install_in_pipelines() -> None:
 
 def load_by_name(name: str, dtype: torch.dtype) -> DraftModel | None:
     """The drafter in a folder or a repository, in `dtype`; `None` if it is no drafter, but another kind of model."""
-    fields, _ = PreTrainedConfig.get_config_dict(name)
-    return AutoDrafter.from_pretrained(name, dtype=dtype) if is_drafter(fields) else None
+    try:
+        fields = read_object(name, "config.json")
+    except ValueError:
+        # The configuration of another model may hold what a drafter's may not, such as infinity.
+        return None
+    return AutoDrafter.from_pretrained(name, dtype=dtype) if is_drafter(fields or {}) else None
 
 
 class _NotACausalLM(FalconDraftModel):

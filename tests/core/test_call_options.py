@@ -203,7 +203,7 @@ def test_an_older_copy_of_the_hook_gives_way(first, seen):
     """Version 2 had no wrapper of `generate`. Drafters from the Hub may bring it, before or after this package."""
     hf_falcon.disable()
     stock = {name: getattr(GenerationMixin, name) for name in hook._WRAPPERS}
-    spec = importlib.util.spec_from_file_location("older_hook", hook.__file__)
+    spec = importlib.util.spec_from_file_location("hf_falcon.core.older_hook", hook.__file__)
     older = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(older)
     older._VERSION = 2

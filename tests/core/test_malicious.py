@@ -155,11 +155,11 @@ def test_damaged_weights_are_refused_by_name(drafter_folder):
 def test_an_index_may_not_leave_the_folder(drafter_folder):
     (drafter_folder / "model.safetensors").rename(drafter_folder.parent / "model.safetensors")
     index = drafter_folder / "model.safetensors.index.json"
-    for text in ('{"weight_map": {"a": "../model.safetensors"}}', '{"weight_map": 5}', "[]", "{", "{}"):
+    for text in ('{"metadata": {}, "weight_map": {"a": "../model.safetensors"}}', '{"weight_map": 5}', "[]", "{}"):
         index.write_text(text)
-        with pytest.raises(OSError, match=r"`model.safetensors.index.json` .* no index of safetensors files"):
+        with pytest.raises(ValueError, match=r"`model.safetensors.index.json` .* no index of safetensors files"):
             FalconDraftModel.from_pretrained(drafter_folder)
-    index.write_text('{"weight_map": {"a": "not-there.safetensors"}}')
+    index.write_text('{"metadata": {}, "weight_map": {"a": "not-there.safetensors"}}')
     with pytest.raises(OSError, match="not-there.safetensors"):
         FalconDraftModel.from_pretrained(drafter_folder)
 

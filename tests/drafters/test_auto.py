@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from eagle3_models import REFERENCES, new_eagle3, write_original
-from hub_server import TOKEN, running_hub
+from hub_server import TOKEN, HubServer, Repository, running_hub
 from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import LlamaForCausalLM, pipeline
 from utilities import edit
@@ -236,16 +236,47 @@ for name, part in (("tester/none", "tester/none"), ("no/such/name", "no valid na
 """
 
 
+def run_with(hub: HubServer, folder: Path, code: str, *words: str) -> None:
+    """Runs code in a fresh process that knows this Hub, in a folder of its own."""
+    environment = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(folder), "PATH": os.environ["PATH"]}
+    environment |= {"PYTHONPATH": PACKAGES, "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", code, *words]
+    result = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-4000:]
+
+
 def test_from_the_hub(saved, tmp_path):
     with running_hub() as hub:
-        environment = {
-            "HF_ENDPOINT": hub.endpoint,
-            "HF_TOKEN": TOKEN,
-            "HF_HOME": str(tmp_path),
-            "PATH": os.environ["PATH"],
-        }
-        environment |= {"PYTHONPATH": PACKAGES, "HF_HUB_DISABLE_XET": "1", "OMP_NUM_THREADS": "1"}
-        words = [sys.executable, "-c", FROM_HUB, str(saved), str(prompt(12)[0].tolist())]
-        result = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr[-4000:]
+        run_with(hub, tmp_path, FROM_HUB, str(saved), str(prompt(12)[0].tolist()))
     assert "generation_config.json" in hub.repositories["tester/eagle3"].files()
+
+
+OF_ONE_COMMIT = """
+from hf_falcon import AutoDrafter, FalconDraftModel
+
+for name, kind in (("falcon", FalconDraftModel), ("falcon-by-auto", AutoDrafter), ("eagle3", AutoDrafter)):
+    drafter = kind.from_pretrained(f"tester/{name}")
+    assert drafter.generation_config.num_assistant_tokens == 3, (name, drafter.generation_config)
+    assert bool((drafter.norm.weight == 3).all()), (name, drafter.norm.weight)
+"""
+
+
+def test_a_repository_that_changes_meanwhile(saved, tmp_path):
+    """Options and weights are of the commit whose configuration was read, also without digests."""
+    with running_hub() as hub:
+        for kind, names in (("falcon", ["falcon", "falcon-by-auto"]), ("eagle3", ["eagle3"])):
+            states = []
+            for value in (3, 4):
+                folder = tmp_path / f"{kind}{value}"
+                drafter = AutoDrafter.from_pretrained(saved / kind)
+                torch.nn.init.constant_(drafter.norm.weight, value)
+                drafter.generation_config.num_assistant_tokens = value
+                drafter.save_pretrained(folder)
+                edit(folder / "config.json", weights_sha256=None)
+                states.append({file.name: file.read_bytes() for file in folder.glob("*.*")})
+            for name in names:
+                hub.repositories[f"tester/{name}"] = repository = Repository(private=False)
+                repository.commit("main", states[0], "before")
+                hub.moves[f"tester/{name}", "config.json"] = repository.commit("next", states[1], "after")
+        run_with(hub, tmp_path, OF_ONE_COMMIT)
+        assert not hub.moves

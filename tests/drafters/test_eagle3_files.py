@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """EAGLE-3 checkpoints: both layouts, what is saved, and files that are damaged, hostile or of another drafter."""
 
+import hashlib
 import json
 import pickle
 import random
@@ -496,9 +497,26 @@ def test_no_adapter_is_followed(copied, monkeypatch, name):
 def test_an_index_may_not_leave_the_folder(copied):
     folder = copied("speculators")
     (folder / "model.safetensors").rename(folder.parent / "model.safetensors")
-    for text in ('{"weight_map": {"a": "../model.safetensors"}}', '{"weight_map": 5}', "[]", "{"):
+    for text in ('{"metadata": {}, "weight_map": {"a": "../model.safetensors"}}', '{"weight_map": 5}', "[]"):
         (folder / "model.safetensors.index.json").write_text(text)
-        refused(folder, "`model.safetensors.index.json` .* no index of safetensors files", OSError)
+        refused(folder, "`model.safetensors.index.json` .* no index of safetensors files")
+
+
+@pytest.mark.parametrize("name, file", [("original", "model.safetensors"), ("binary", "pytorch_model.bin")])
+def test_listed_files_only_are_read(copied, name, file):
+    """Where config.json lists digests, whatever is read is one of them."""
+    folder = copied(name)
+    digest = hashlib.sha256((folder / file).read_bytes()).hexdigest()
+    edit(folder / "config.json", weights_sha256={"model.safetensors": digest})
+    if name == "original":
+        load(folder)
+        edit(folder / "config.json", weights_sha256={"model.safetensors": "0"})
+        refused(folder, f"`{file}` .* damaged or was changed", OSError)
+        edit(folder / "config.json", weights_sha256={"model-00001-of-00002.safetensors": digest})
+    refused(folder, f"`{file}` .* is not in the list of config.json", OSError)
+    for wrong in ([1], {file: 5}, {"../model.safetensors": digest}):
+        edit(folder / "config.json", weights_sha256=wrong)
+        refused(folder, "`weights_sha256` is")
 
 
 def test_wrong_drafting_options_are_refused(copied):

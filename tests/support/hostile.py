@@ -62,12 +62,18 @@ def fuzzed_weights(rng: random.Random, whole: bytes) -> bytes:
         for _ in range(rng.randint(1, 4)):
             data[8 + rng.randrange(size)] = rng.choice(b'0123456789-,:"[]{}F')
     else:
-        header = json.loads(bytes(data[8 : 8 + size]))
+        header, values = safetensors_header(whole)
         tensor = rng.choice([name for name in header if name != "__metadata__"])
         part = rng.choice(["dtype", "shape", "data_offsets"])
         header[tensor][part] = rng.choice(
             ["I64", "BOOL", "F4", "C64", "F8_E4M3", 5, [], [HUGE, HUGE], [-1], [0, 2**62], [0]]
         )
         text = json.dumps(header).encode()
-        return struct.pack("<Q", len(text)) + text + bytes(data[8 + size :])
+        return struct.pack("<Q", len(text)) + text + values
     return bytes(data)
+
+
+def safetensors_header(whole: bytes) -> tuple[dict, bytes]:
+    """The header of a safetensors file, and the bytes behind it."""
+    size = struct.unpack("<Q", whole[:8])[0]
+    return json.loads(whole[8 : 8 + size]), whole[8 + size :]

@@ -46,6 +46,9 @@ class HubServer(ThreadingHTTPServer):
     - "cut upload": the connection closes while a weight file is sent;
     - "refuse commit": the commit is answered by an error;
     - "slow": a weight file comes in pieces with pauses.
+
+    `moves` holds the commits that a repository's branch `main` moves to when a file is downloaded, by the repository's
+    name and the file's path.
     """
 
     daemon_threads = True
@@ -55,6 +58,7 @@ class HubServer(ThreadingHTTPServer):
         self.repositories: dict[str, Repository] = {}
         self.blobs: dict[str, bytes] = {}
         self.faults: dict[str, int] = {}
+        self.moves: dict[tuple[str, str], str] = {}
         self.requests: list[tuple[str, str]] = []
 
     @property
@@ -290,6 +294,8 @@ class _Handler(BaseHTTPRequestHandler):
         if data is None:
             headers = {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": sha}
             return self._answer(b"", 404, headers)
+        if self.command == "GET" and (name, path) in self.server.moves:
+            repository.branches["main"] = self.server.moves.pop((name, path))
         etag = _sha256(data) if _is_weights(path) else hashlib.sha1(data).hexdigest()
         headers = {"X-Repo-Commit": sha, "ETag": f'"{etag}"', "Accept-Ranges": "bytes"}
         first = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))

@@ -104,7 +104,7 @@ def tune(
     drafter.check_target(target)
     # All sizes are tried: a threshold would end the search early.
     drafter.generation_config.assistant_confidence_threshold = 0.0
-    options = limited_options(DraftOptions.from_generation_config(drafter.generation_config), drafter)
+    options = limited_options(DraftOptions.from_generation_config(drafter.generation_config), drafter, target)
     if options.draft_tree != "dynamic":
         raise ValueError(f"`draft_tree` is {options.draft_tree!r}: only dynamic trees have a size to be tuned.")
     acceleration = target_acceleration(target, reads_layers=bool(drafter.config.feature_layers))

@@ -4,15 +4,21 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
+import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
+from ..core.checkpoint_files import printable
 from ..core.configuration_falcon_draft import FalconDraftConfig
 
 TEMPLATE_NAME = "model_card.md.jinja"
+# Of a card, and of its metadata: the parser of YAML takes seconds for a megabyte.
+_LARGEST_CARD, _LARGEST_METADATA, _DEEPEST_METADATA = 2**22, 2**16, 32
 # Marks a card that this module wrote. Only a card with the mark is written again; a user's own card stays.
 MARK = "<!-- Made by hf-falcon. Without this line it is not made anew. -->"
 
@@ -73,6 +79,57 @@ def render_card(config: FalconDraftConfig, folder: str | Path, name: str, licens
         tau=tau,
         alpha=alpha,
     )
+
+
+def read_card(file: Path) -> ModelCardData:
+    """
+    Reads the metadata of a stranger's card.
+
+    Args:
+        file (`Path`): a drafter's `README.md`.
+
+    Raises:
+        `ValueError`: if its metadata cannot be read in bounded time and memory; it names the file.
+    """
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(_LARGEST_CARD + 1)
+        if len(data) > _LARGEST_CARD:
+            raise ValueError(f"it has more than {_LARGEST_CARD:,} bytes")
+        text = data.decode("utf-8")
+        metadata = REGEX_YAML_BLOCK.search(text)
+        if metadata is not None:
+            _check_metadata(metadata[2])
+        card = ModelCard(text).data
+        assert isinstance(card, ModelCardData)
+        return card
+    # A parser of YAML, and the card's own checks of values, raise an error of any kind.
+    except Exception as error:
+        reason = printable(" ".join(str(error).split()))
+        raise ValueError(f"`{file.name}` in {file.parent} is no model card ({reason}): download it again.") from error
+
+
+def _check_metadata(text: str) -> None:
+    if len(text) > _LARGEST_METADATA:
+        raise ValueError(f"its metadata has more than {_LARGEST_METADATA:,} characters")
+    depth = 0
+    for event in yaml.parse(text, Loader=yaml.SafeLoader):
+        # Some lines with references to each other would be gigabytes.
+        if isinstance(event, yaml.AliasEvent):
+            raise ValueError(f"its metadata refers to `{event.anchor}`")
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _DEEPEST_METADATA:
+            raise ValueError(f"its metadata has more than {_DEEPEST_METADATA} levels")
+
+
+def tau_of(card: ModelCardData) -> dict[str, float]:
+    """The values of tau in a card, by data set."""
+    results = [each for each in card.eval_results or [] if each.metric_type == "tau"]
+    return {
+        printable(str(each.dataset_name)): float(each.metric_value)
+        for each in results
+        if type(each.metric_value) in (int, float) and math.isfinite(each.metric_value)
+    }
 
 
 def write_card(config: FalconDraftConfig, folder: str | Path) -> bool:

@@ -6,23 +6,24 @@ from __future__ import annotations
 import json
 import shlex
 import textwrap
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import ModelCard
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from ..bench.diagnosis import Case, Diagnosis, Inputs, Reference, Template, diagnose
 from ..bench.prompts import read_turns
 from ..bench.tables import aligned
+from ..core.checkpoint_files import read_json
 from ..core.drafter import DraftModel
 from ..training.provenance import PROVENANCE_NAME
 from ..training.token_file import chat_template_sha256
 from .adapt import REPORT_NAME
-from .card import final_tau
+from .card import final_tau, read_card, tau_of
 from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype, shipped_drafter
 from .run_arguments import CommandParser, at_least
 
@@ -120,25 +121,32 @@ def provenance_of(drafter: str) -> dict[str, Any]:
     """What `hf-falcon train` recorded of a drafter's training; empty if the folder or the repository has nothing."""
     try:
         file = cached_file(drafter, PROVENANCE_NAME, _raise_exceptions_for_missing_entries=False)
-        found = {} if file is None else json.loads(Path(file).read_text(encoding="utf-8"))
+        found = {} if file is None else read_json(file)
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) and isinstance(found.get("data"), dict) else {}
 
 
 def reference_of(folder: Path) -> Reference | None:
-    """The acceptance that the files in a drafter's folder record: of its training, or of its card."""
-    report = folder / REPORT_NAME
-    adapted = json.loads(report.read_text(encoding="utf-8")).get("after") if report.is_file() else None
-    if adapted:
-        return Reference(adapted["final_tau"], f"on held-out prompts after `hf-falcon adapt` ({REPORT_NAME})")
-    tau = final_tau(folder)[0]
-    if tau is not None:
-        return Reference(tau, "on held-out prompts after its training (trainer_state.json)")
-    card = folder / "README.md"
-    results = ModelCard.load(card).data.eval_results if card.is_file() else None
-    values = [each.metric_value for each in results or [] if each.metric_type == "tau"]
-    return Reference(min(values), "is the lowest number of its card", is_lower_bound=True) if values else None
+    """
+    The acceptance that the files in a drafter's folder record: of its training, or of its card; `None` where they hold
+    none, or cannot be read.
+    """
+    report, card = folder / REPORT_NAME, folder / "README.md"
+    # They may be a stranger's, and hold anything.
+    with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        adapted = read_json(report).get("after") if report.is_file() else None
+        if adapted:
+            return Reference(
+                float(adapted["final_tau"]), f"on held-out prompts after `hf-falcon adapt` ({REPORT_NAME})"
+            )
+        tau = final_tau(folder)[0]
+        if tau is not None:
+            return Reference(float(tau), "on held-out prompts after its training (trainer_state.json)")
+        values = tau_of(read_card(card)).values() if card.is_file() else None
+        if values:
+            return Reference(min(values), "is the lowest number of its card", is_lower_bound=True)
+    return None
 
 
 def encode_with(tokenizer: PreTrainedTokenizerBase, prompt: str, template: str | None, device: torch.device) -> Inputs:
@@ -175,8 +183,8 @@ def other_templates(
             template = AutoTokenizer.from_pretrained(
                 trained_target, local_files_only=True, trust_remote_code=False
             ).chat_template
-        except (OSError, ValueError):
-            # It is not on this machine.
+        # It is not on this machine, or damaged, which raises an error of any kind.
+        except Exception:
             template = None
         if isinstance(template, str):
             found[f"the template of {trained_target}"] = template
@@ -187,6 +195,14 @@ def other_templates(
     if own is not None:
         found["no template, the text alone"] = None
     return {name: template for name, template in found.items() if template is None or template != own}
+
+
+def _is_inside(target: str, drafter: str) -> bool:
+    """Whether the target that a drafter names is the drafter's own folder or repository, or inside its folder."""
+    if target == drafter:
+        return True
+    folder, place = Path(drafter).resolve(), Path(target).resolve()
+    return Path(drafter).is_dir() and (place == folder or folder in place.parents)
 
 
 def templates_to_try(
@@ -204,7 +220,11 @@ def templates_to_try(
         `list[Template]`, and whether the drafter is known to have been trained with another template.
     """
     recorded = provenance.get("data", {})
-    others = other_templates(tokenizer, drafter.config.target_name_or_path, given)
+    trained_target = drafter.config.target_name_or_path
+    # A template is a program, and the drafter's own files are a stranger's.
+    if trained_target is not None and _is_inside(trained_target, drafter.name_or_path):
+        trained_target = None
+    others = other_templates(tokenizer, trained_target, given)
     is_known = "chat_template_sha256" in recorded
     digest = recorded.get("chat_template_sha256")
     is_other = is_known and digest != chat_template_sha256(tokenizer.chat_template)

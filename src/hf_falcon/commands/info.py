@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import HfApi, ModelCard
+from huggingface_hub import HfApi
 from huggingface_hub.errors import EntryNotFoundError
-from safetensors import SafetensorError, safe_open
 from transformers import initialization as init
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
+from ..core.checkpoint_files import pinned, printable, stored_tensors
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import FalconDraftModel
 from ..drafters.auto import drafter_class
 from ..drafters.checkpoints import read_fields
+from .card import read_card, tau_of
 from .run_arguments import CommandParser
 
 # The methods' names, by `speculators_model_type`.
@@ -57,30 +58,29 @@ def describe(repository: str, revision: str | None = None) -> dict[str, Any]:
         the weight files, "tau" by data set and "license". "parameters" is `None` for weights in `pytorch_model.bin`,
         and the last two are `None` if the card lacks them.
     """
+    revision = pinned(repository, revision=revision)["revision"]
     kind, fields = drafter_class(repository, revision=revision), read_fields(repository, revision=revision)
     if Path(repository).is_dir():
         sizes = {file.name: file.stat().st_size for file in Path(repository).iterdir() if file.is_file()}
         file = Path(repository, "README.md")
-        card = ModelCard.load(file) if file.is_file() else None
+        card = read_card(file) if file.is_file() else None
         commit = None
     else:
-        # Files and card of one commit.
         found = HfApi().model_info(repository, revision=revision, files_metadata=True)
         sizes, commit = {each.rfilename: each.size or 0 for each in found.siblings or ()}, found.sha
         try:
-            card = ModelCard(Path(HfApi().hf_hub_download(repository, "README.md", revision=commit)).read_text())
+            card = read_card(Path(HfApi().hf_hub_download(repository, "README.md", revision=commit)))
         except EntryNotFoundError:
             card = None
     if issubclass(kind, FalconDraftModel):
         about = _of_falcon(FalconDraftConfig.from_pretrained(repository, revision=revision))
     else:
         about = _of_another(kind, fields, _headers(repository, _weight_files(sizes), commit))
-    results = [] if card is None else card.data.eval_results or []
     return {
         **about,
         "bytes": sum(sizes[name] for name in _weight_files(sizes)),
-        "tau": {each.dataset_name: each.metric_value for each in results if each.metric_type == "tau"} or None,
-        "license": None if card is None else card.data.license,
+        "tau": None if card is None else tau_of(card) or None,
+        "license": None if card is None or card.license is None else printable(str(card.license)),
     }
 
 
@@ -138,16 +138,8 @@ def _headers(repository: str, files: Iterable[str], commit: str | None) -> Heade
         if name == WEIGHTS_NAME:
             continue
         if commit is None:
-            try:
-                with safe_open(Path(repository, name), framework="pt") as opened:
-                    for tensor in opened.keys():
-                        part = opened.get_slice(tensor)
-                        found[tensor] = part.get_dtype(), tuple(part.get_shape())
-            except SafetensorError as error:
-                raise OSError(
-                    f"The weight file `{name}` in {repository} is not a whole safetensors file ({error}): download it "
-                    "again."
-                ) from error
+            stored = stored_tensors([Path(repository, name)])
+            found |= {tensor: (each.dtype, each.shape) for tensor, each in stored.items()}
         else:
             metadata = HfApi().parse_safetensors_file_metadata(repository, name, revision=commit)
             found |= {tensor: (each.dtype, tuple(each.shape)) for tensor, each in metadata.tensors.items()}

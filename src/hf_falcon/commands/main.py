@@ -97,6 +97,8 @@ def _run(argv: list[str]) -> int:
             raise
         # Messages of libraries have several lines, and some have none.
         message = " ".join(str(error).split()) or type(error).__name__
+        # A name in a stranger's file may have characters that a terminal acts on.
+        message = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in message)
         print(f"hf-falcon {name}: error: {message}", file=sys.stderr)
         return 1
 

@@ -8,7 +8,7 @@ draft passes that it allows. `update` takes the outcome. interfaces.py says what
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .costs import Stopwatch
-from .draft_options import DraftOptions
+from .draft_options import MOST_CANDIDATES, MOST_ROWS_OF_A_PASS, DraftOptions, check_product
 from .interfaces import DraftedBlocks, Drafter, drafter_acceleration
 from .policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, RoundOutcome, RoundTime
 from .target_parts import FeatureTap
@@ -99,10 +99,18 @@ class PromptLookup:
         return LookupMatch([self._tokens[place + offset % (end - place)] for offset in range(limit)], matched)
 
 
-def limited_options(options: DraftOptions, drafter: Drafter) -> DraftOptions:
-    """`options`, with no more draft passes than the drafter can run; see [`Drafter`]."""
+def limited_options(options: DraftOptions, drafter: Drafter, target: PreTrainedModel) -> DraftOptions:
+    """
+    `options`, with no more draft passes than the drafter can run; see [`Drafter`].
+
+    Raises:
+        `ValueError`: see [`DraftOptions.check_round`].
+    """
     most = drafter.max_draft_passes
-    return options if most is None else replace(options, num_draft_passes=min(options.num_draft_passes, most))
+    if most is not None:
+        options = replace(options, num_draft_passes=min(options.num_draft_passes, most))
+    options.check_round(drafter.config.block_size, target.config.get_text_config(decoder=True).vocab_size)
+    return options
 
 
 class FalconCandidateGenerator(CandidateGenerator):
@@ -133,7 +141,9 @@ class FalconCandidateGenerator(CandidateGenerator):
         self.drafter = drafter
         self.target = target
         options = options or DraftOptions.from_generation_config(drafter.generation_config)
-        self.options = limited_options(options, drafter)
+        self.options = limited_options(options, drafter, target)
+        # Whether the time of the call is over. No further pass is then drafted.
+        self.is_late: Callable[[], bool] = lambda: False
         # Decides how much each round drafts.
         self.policy = DraftPolicy(self.options, AcceptanceStats())
         self._acceleration = drafter_acceleration(drafter, target)
@@ -367,7 +377,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         """Runs draft passes for as long as they pay, from the blocks on that come after the committed positions."""
         self.session.rewind()
         depth = 0
-        while drafted is not None:
+        while drafted is not None and not self.is_late():
             states = self.session.extend(drafted)
             depth += self._block_size
             self._passes += 1
@@ -380,8 +390,8 @@ class FalconCandidateGenerator(CandidateGenerator):
         if options.draft_tree == "dynamic":
             return DynamicTree(nodes, depth, children, options.draft_width)
         if isinstance(options.draft_tree, str):
-            return StaticTree(static_paths(nodes, depth, children), self._device)
-        tree = StaticTree(options.draft_tree, self._device)
+            return self._static_tree(static_paths(nodes, depth, children))
+        tree = self._static_tree(options.draft_tree)
         most = self.drafter.max_draft_passes
         if most is not None and tree.max_depth > most * self._block_size:
             raise ValueError(
@@ -393,6 +403,15 @@ class FalconCandidateGenerator(CandidateGenerator):
                 f"`draft_tree` has child rank {tree.max_children - 1}, but the drafter knows "
                 f"{self.head.draft_vocab_size} tokens: use ranks below that."
             )
+        return tree
+
+    def _static_tree(self, paths: Iterable[Sequence[int]]) -> StaticTree:
+        tree = StaticTree(paths, self._device)
+        continued = [1, *(level.extended_ranks.shape[0] for level in tree.levels)]
+        rows = {"nodes with children in a level of `draft_tree`": max(continued), "`block_size`": self._block_size}
+        check_product("positions drafted in a pass", MOST_ROWS_OF_A_PASS, rows)
+        candidates = {"nodes with children of `draft_tree`": sum(continued), "largest rank": tree.max_children}
+        check_product("candidates of a round", MOST_CANDIDATES, candidates)
         return tree
 
     def _grow(

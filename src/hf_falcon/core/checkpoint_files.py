@@ -1,28 +1,36 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""The files of a checkpoint: checks of its weights before they take memory, and the code that is saved with them."""
+"""
+The files of a checkpoint. Strangers write them, so they are checked here before their content takes time or memory;
+and the code that is saved with them.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import json
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import HfApi
+from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import (
     ADAPTER_CONFIG_NAME,
+    CONFIG_NAME,
     SAFE_WEIGHTS_INDEX_NAME,
     SAFE_WEIGHTS_NAME,
     cached_file,
+    extract_commit_hash,
     find_adapter_config_file,
     is_peft_available,
 )
@@ -40,8 +48,103 @@ _FINGERPRINT_VALUES = 16
 # fine-tune.
 _FINGERPRINT_DTYPES = (torch.float32, torch.bfloat16)
 
+# A longer integer is in no file of ours, and takes time that grows with the square of its digits.
+_MOST_DIGITS = 4300
 
-Shapes = dict[str, tuple[int, ...]]
+# Of a configuration, and of the header of a safetensors file, which takes some hundred bytes for each tensor.
+_LARGEST_CONFIG, _LARGEST_HEADER = 2**22, 2**24
+
+# Tensors in other dtypes are quantised, in a way that a drafter does not know.
+FLOATING_DTYPES = ("F64", "F32", "F16", "BF16")
+
+_INDEX_DTYPES = (None, "float64", "float32", "float16", "bfloat16")
+
+# Arguments of `from_pretrained` that say where files are.
+LOADING = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
+
+
+class StoredTensor(NamedTuple):
+    """
+    What the header of a safetensors file says of a tensor.
+
+    Args:
+        file (`Path`): the file.
+        dtype (`str`): its dtype, in the words of safetensors.
+        shape (`tuple[int, ...]`): its shape.
+    """
+
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_json(path: str | Path, *, max_bytes: int = 16 * 2**20, max_depth: int = 32) -> Any:
+    """
+    Reads a JSON file of a stranger, in bounded time and memory.
+
+    Args:
+        path (`str` or `Path`): the file.
+        max_bytes (`int`, *optional*, defaults to 16 MiB): bytes of the file, at most.
+        max_depth (`int`, *optional*, defaults to 32): lists and objects inside each other, at most.
+
+    Returns:
+        The value. All its numbers are finite, its integers fit into 64 bits, and its texts can be encoded.
+
+    Raises:
+        `ValueError`: if the file is no JSON in UTF-8, or beyond these limits; it names the file, and what was found.
+        `OSError`: if the file cannot be opened.
+    """
+    file = Path(path)
+    try:
+        # The reader of a pipe or a device could wait forever.
+        if file.exists() and not file.is_file():
+            raise ValueError("it is no regular file")
+        with file.open("rb") as opened:
+            data = opened.read(max_bytes + 1)
+        if len(data) > max_bytes:
+            raise ValueError(f"it has more than {max_bytes:,} bytes")
+        value = json.loads(data.decode("utf-8"), parse_int=_integer)
+        _refuse_values(value, max_depth)
+    except (ValueError, RecursionError) as error:
+        reason = f"it has more than {max_depth} levels" if isinstance(error, RecursionError) else error
+        raise ValueError(
+            f"`{file.name}` in {file.parent} cannot be read ({reason}): download it again, or write it again."
+        ) from error
+    return value
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > _MOST_DIGITS:
+        raise ValueError(f"it has an integer of {len(digits):,} digits")
+    return int(digits)
+
+
+def _refuse_values(value: Any, max_depth: int) -> None:
+    """Refuses what [`read_json`] does not return; the error names the nearest field."""
+    # The containers around a value, each where the walk is in it. A list of all values would take more memory.
+    around: list[Iterator[tuple[Any, Any]]] = [iter([(None, value)])]
+    while around:
+        for name, each in around[-1]:
+            where = "a value" if name is None else f"`{printable(name)}`"
+            if isinstance(each, (dict, list)):
+                if len(around) > max_depth:
+                    raise ValueError(f"{where} has more than {max_depth} levels")
+                around.append(iter(each.items()) if isinstance(each, dict) else zip(itertools.repeat(name), each))
+                break
+            if (isinstance(each, float) and not math.isfinite(each)) or (isinstance(each, int) and abs(each) >= 2**64):
+                raise ValueError(f"{where} is {each!r:.80}, which is no finite number of 64 bits")
+            for text in (name, each):
+                if isinstance(text, str) and not text.isascii():
+                    # Raises for half of a surrogate pair, which no file and no terminal takes.
+                    text.encode("utf-8")
+        else:
+            around.pop()
+
+
+def printable(text: str, most: int = 200) -> str:
+    """A text of a stranger's file for a message: at most `most` characters, and none that a terminal acts on."""
+    shown = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text[:most])
+    return shown + "..." * (len(text) > most)
 
 
 @contextmanager
@@ -70,7 +173,52 @@ def digests(folder: str | Path) -> dict[str, str]:
 
 def is_weight_file_name(name: Any) -> bool:
     """Whether `name` is the name of a safetensors file in the folder of config.json."""
-    return isinstance(name, str) and name.endswith(".safetensors") and not set(name) & set("/\\\0")
+    return (
+        isinstance(name, str) and name.endswith(".safetensors") and name.isprintable() and not set(name) & set("/\\")
+    )
+
+
+def are_digests(value: Any) -> bool:
+    """Whether `value` is a `weights_sha256` of config.json: digests of weight files, by their names."""
+    return isinstance(value, dict) and all(
+        is_weight_file_name(name) and isinstance(digest, str) for name, digest in value.items()
+    )
+
+
+def pinned(repository: str, **loading: Any) -> dict[str, Any]:
+    """
+    `loading` with a commit in place of a branch: all files that are then read are of one state of the repository.
+
+    Args:
+        repository (`str`): a folder, or a repository of the Hub. A folder has no commits, and gets `loading` itself.
+        loading: arguments of `from_pretrained`.
+    """
+    given = {name: loading[name] for name in LOADING if loading.get(name) is not None}
+    file = None if Path(repository).exists() else _fetch(repository, CONFIG_NAME, given)
+    commit = None if file is None else extract_commit_hash(str(file), None)
+    return loading if commit is None else {**loading, "revision": commit}
+
+
+def read_object(repository: str, name: str, **loading: Any) -> dict[str, Any] | None:
+    """
+    The fields of a JSON file of a checkpoint, or `None` without the file.
+
+    Args:
+        repository, loading: see [`weight_files`].
+        name (`str`): the file's name, such as "config.json".
+
+    Raises:
+        `ValueError`: if it cannot be read, or is no object; it names the file.
+        `OSError`: if it cannot be downloaded.
+    """
+    # transformers also takes the configuration file itself.
+    file = Path(repository) if Path(repository).is_file() else _fetch(repository, name, loading)
+    if file is None:
+        return None
+    fields = read_json(file, max_bytes=_LARGEST_CONFIG)
+    if not isinstance(fields, dict):
+        raise ValueError(f"`{file.name}` in {file.parent} is {fields!r:.80}, not an object: download it again.")
+    return fields
 
 
 def weight_files(repository: str, variant: str | None = None, **loading: Any) -> list[Path]:
@@ -83,7 +231,8 @@ def weight_files(repository: str, variant: str | None = None, **loading: Any) ->
         loading: arguments of [`~transformers.utils.cached_file`], such as `revision` and `token`.
 
     Raises:
-        `OSError`: if there are none, or their index is damaged.
+        `OSError`: if there are none, or a file of their index is missing.
+        `ValueError`: if their index is damaged.
     """
     single, index = (
         name if variant is None else f"{name[: -len(end)]}.{variant}{end}"
@@ -136,7 +285,10 @@ def check_digests(files: Iterable[Path], expected: Mapping[str, str]) -> None:
 
     Raises:
         `OSError`: if a file has another digest, or none; it names the file.
+        `ValueError`: if `expected` is none of these.
     """
+    if not are_digests(expected):
+        raise ValueError(f"`weights_sha256` is {expected!r:.200}: save the drafter again with `save_pretrained`.")
     if not expected:
         return
     for file in files:
@@ -155,32 +307,44 @@ def check_digests(files: Iterable[Path], expected: Mapping[str, str]) -> None:
             )
 
 
-def stored_shapes(files: Iterable[Path]) -> Shapes:
+def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
     """
-    The shape of every tensor in these files, read from their headers.
+    The tensors in safetensors files, by their names, read from the headers. All tensors are inside their files.
 
     Raises:
-        `OSError`: if a file is not a complete safetensors file; it names the file.
+        `OSError`: if a file is not a complete safetensors file, or its header is larger than that of any drafter; it
+            names the file.
     """
-    shapes: Shapes = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         try:
-            with safe_open(file, framework="pt") as opened:
-                for name in opened.keys():
-                    shapes[name] = tuple(opened.get_slice(name).get_shape())
+            with file.open("rb") as opened:
+                size = int.from_bytes(opened.read(8), "little")
+            # safetensors itself parses headers of up to 100 MB, which take gigabytes.
+            if size > _LARGEST_HEADER:
+                raise SafetensorError(f"its header says that it has {size:,} bytes, more than {_LARGEST_HEADER:,}")
+            with safe_open(file, framework="pt") as weights:
+                for name in weights.keys():
+                    part = weights.get_slice(name)
+                    tensors[name] = StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
         except SafetensorError as error:
             raise OSError(
-                f"The weight file `{file.name}` in {file.parent} is not a whole safetensors file ({error}): download "
-                "it again, or save the drafter again with `save_pretrained`."
+                f"The weight file `{file.name}` in {file.parent} is not a whole safetensors file "
+                f"({printable(str(error))}): download it again, or save the drafter again with `save_pretrained`."
             ) from error
-    return shapes
+    return tensors
 
 
 def _fetch(repository: str, name: str, loading: Mapping[str, Any]) -> Path | None:
     try:
         found = cached_file(repository, name, _raise_exceptions_for_missing_entries=False, **loading)
-    except OSError:
-        raise
+    except OSError as error:
+        if not isinstance(error.__cause__, HFValidationError):
+            raise
+        raise OSError(
+            f"`{repository}` is no folder that is there, and no valid name of a repository: give the folder of a "
+            "drafter, or `user/name`."
+        ) from error
     except Exception as error:
         # An interrupted download raises an error of the Hub client's own network library.
         raise OSError(f"`{name}` of `{repository}` could not be downloaded ({error}): try again.") from error
@@ -188,13 +352,17 @@ def _fetch(repository: str, name: str, loading: Mapping[str, Any]) -> Path | Non
 
 
 def _shard_names(index: Path) -> list[str]:
-    try:
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        names = set()
-    if not names or not all(map(is_weight_file_name, names)):
-        raise OSError(f"`{index.name}` in {index.parent} is no index of safetensors files: download it again.")
-    return sorted(names)
+    fields = read_json(index)
+    fields = fields if isinstance(fields, dict) else {}
+    places, metadata = fields.get("weight_map"), fields.get("metadata")
+    # transformers reads both, and the dtype.
+    is_index = isinstance(places, dict) and isinstance(metadata, dict) and metadata.get("dtype") in _INDEX_DTYPES
+    if not is_index or not places or not all(map(is_weight_file_name, places.values())):
+        raise ValueError(
+            f"`{index.name}` in {index.parent} is no index of safetensors files: it needs a `weight_map` with names "
+            "of files, and `metadata`. Download it again, or save the drafter again with `save_pretrained`."
+        )
+    return sorted(set(places.values()))
 
 
 def _sha256(file: Path) -> str:

@@ -9,11 +9,10 @@ from os import PathLike
 from typing import Any
 
 import torch
-from huggingface_hub.errors import HFValidationError
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
-from .checkpoint_files import is_weight_file_name, reading, weights_fingerprint
+from .checkpoint_files import LOADING, are_digests, read_object, reading, weights_fingerprint
 
 # The version of the format of config.json and the weights. It increases when older code would misread newer files.
 FORMAT = 1
@@ -23,7 +22,7 @@ _RANGES = {
     "vocab_size": (1, 2**24),
     "hidden_size": (1, 2**17),
     "intermediate_size": (1, 2**20),
-    "num_attention_heads": (1, 2**12),
+    "num_attention_heads": (1, 2**8),
     "num_key_value_heads": (1, 2**12),
     "block_size": (1, 64),
     "num_lstm_layers": (0, 64),
@@ -268,13 +267,12 @@ class FalconDraftConfig(PreTrainedConfig):
             setattr(self, field, float(value))
         for field in ("target_model_type", "target_name_or_path", "target_fingerprint"):
             value = getattr(self, field)
-            if value is not None and not isinstance(value, str):
-                raise ValueError(f"`{field}` is {_shown(value)}: set it to a text or to None.")
-        files = self.weights_sha256
-        if not isinstance(files, dict) or not all(
-            is_weight_file_name(name) and isinstance(digest, str) for name, digest in files.items()
-        ):
-            raise ValueError(f"`weights_sha256` is {_shown(files)}: save the drafter again with `save_pretrained`.")
+            # Messages have these texts in them.
+            if value is not None and not (isinstance(value, str) and value.isprintable()):
+                raise ValueError(f"`{field}` is {_shown(value)}: set it to a text of printable characters or to None.")
+        digests = self.weights_sha256
+        if not are_digests(digests):
+            raise ValueError(f"`weights_sha256` is {_shown(digests)}: save the drafter again with `save_pretrained`.")
 
     def _validate_other_fields(self, fields: dict[str, Any]) -> None:
         """Refuses fields that name files, code or methods: transformers makes an attribute of every field."""
@@ -304,16 +302,14 @@ class FalconDraftConfig(PreTrainedConfig):
         cls, pretrained_model_name_or_path: str | PathLike[str], **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """See [`PreTrainedConfig.get_config_dict`]."""
-        try:
-            with reading("config.json"):
-                fields, others = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        except OSError as error:
-            if not isinstance(error.__cause__, HFValidationError):
-                raise
-            raise OSError(
-                f"`{pretrained_model_name_or_path}` is no folder that is there, and no valid name of a repository: "
-                "give the folder of a Falcon drafter, or `user/name`."
-            ) from error
+        loading = {name: kwargs[name] for name in LOADING if kwargs.get(name) is not None}
+        # transformers would read a file of any size and depth, and go on to the files that this field names.
+        found = read_object(str(pretrained_model_name_or_path), "config.json", **loading) or {}
+        if "configuration_files" in found:
+            files = _shown(found["configuration_files"])
+            raise ValueError(f"`configuration_files` is {files}: a drafter has no such field, leave it out.")
+        with reading("config.json"):
+            fields, others = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         # Without the file, transformers would use the defaults.
         if not fields:
             raise OSError(

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
-from .checkpoint_files import weights_fingerprint
+from .checkpoint_files import read_json, weights_fingerprint
 from .hook import attention_implementation
 
 logger = logging.get_logger(__name__)
@@ -36,6 +36,8 @@ _MEASURING_SECONDS = 1.0
 _REPEATS = 4
 # A call of fewer tokens ends sooner than a measurement, or a check of kept times.
 _FEWEST_TOKENS = 10
+# Of a file with kept times: its bytes, and the times of a forward that can have been measured.
+_LARGEST_FILE, _SECONDS = 2**16, (1e-9, 3600.0)
 # Weight of a new round in a running mean.
 _NEW = 0.1
 # Kept times are compared at about this many draft nodes, and measured anew where they differ by more than a factor.
@@ -335,13 +337,16 @@ def costs_of(
 
 
 def load(target: PreTrainedModel, cost_key: CostKey) -> dict[int, float] | None:
-    """The times that are kept for a target, or `None`."""
+    """The times that are kept for a target, or `None`: also if the file holds anything that `save` does not write."""
     try:
-        kept = json.loads(_file(target, cost_key)[0].read_text(encoding="utf-8"))
+        kept = read_json(_file(target, cost_key)[0], max_bytes=_LARGEST_FILE, max_depth=2)
         seconds = {int(size): float(value) for size, value in kept["seconds"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    return seconds if 0 in seconds and all(0 < value < math.inf for value in seconds.values()) else None
+    # The target will run with these sizes, and is asked for no larger ones.
+    are_sizes = 0 in seconds and all(0 <= size <= cost_key.max_nodes for size in seconds)
+    shortest, longest = _SECONDS
+    return seconds if are_sizes and all(shortest <= value <= longest for value in seconds.values()) else None
 
 
 def save(target: PreTrainedModel, cost_key: CostKey, seconds: dict[int, float]) -> None:
@@ -349,9 +354,11 @@ def save(target: PreTrainedModel, cost_key: CostKey, seconds: dict[int, float]) 
     file, key = _file(target, cost_key)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, suffix=".tmp", delete=False, encoding="utf-8") as part:
-            json.dump({**key, "seconds": seconds}, part, indent=2)
-        os.replace(part.name, file)
+        # Written in a folder of its own and renamed: no process reads half of it, and nothing is left of a failure.
+        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
+            part = Path(folder, file.name)
+            part.write_text(json.dumps({**key, "seconds": seconds}, indent=2), encoding="utf-8")
+            os.replace(part, file)
     except OSError as error:
         logger.debug(f"Costs are not kept: {error}")
 

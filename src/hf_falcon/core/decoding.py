@@ -108,7 +108,7 @@ def assisted_decoding(
         )
         return FalconGenerateOutput(**output) if isinstance(output, GenerateDecoderOnlyOutput) else output
     options = DraftOptions.from_generation_config(drafter.generation_config, generation_config)
-    options = limited_options(options, drafter)
+    options = limited_options(options, drafter, target)
     if chains is not None:
         logger.info(f"The target verifies chains, and no trees: {chains}.")
         options = replace(options, verification="exact", draft_tree="dynamic", draft_top_k=1, draft_width=1)
@@ -193,6 +193,7 @@ def decode(
     if sequence.finished:
         return statistics
     policy = _policy(run, generator.drafter, generator.options, _depth_limit(run, sequence))
+    generator.is_late = sequence.is_late
     generator.start(features, run.length - features.shape[1], policy, prompt_embeds=run.prompt_embeds)
     while not sequence.finished:
         with statistics.measure("drafter", generator.drafter.device):
@@ -253,6 +254,7 @@ def decode_batch(
                     known = features.pop(row)
                     generators[row] = FalconCandidateGenerator(drafter, run.model, options, head)
                     head = generators[row].head
+                    generators[row].is_late = batch.rows[row].is_late
                     generators[row].start(known, 0, policy, padding=batch.prompts.shape[1] - known.shape[1])
         with statistics.measure("drafter", drafter.device):
             drafted = _propose({row: generators[row] for row in unfinished}, batch)

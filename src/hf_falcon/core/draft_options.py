@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -20,6 +21,9 @@ _RANGES = {
     "prompt_lookup_num_tokens": (0, 4096),
 }
 _DEEPEST = 1024
+# What a round may cost: options that are each in range could together take all memory, and minutes for a round.
+MOST_ROWS_OF_A_PASS, MOST_CANDIDATES = 2**9, 2**18
+_MOST_ROWS, _MOST_SCORES = 2**12, 2**28
 # Probabilities that are wrong by a larger factor carry no information.
 _LARGEST_CALIBRATION = 100.0
 _SCHEDULES = ("heuristic", "constant")
@@ -117,6 +121,34 @@ class DraftOptions:
                 f"`draft_tree` has {nodes} paths and is {depth} deep: give at most {most} paths and {_DEEPEST} levels."
             )
 
+    def check_round(self, block_size: int, vocab_size: int) -> None:
+        """
+        Checks what a round may cost. The limits are far beyond what pays with any model.
+
+        Args:
+            block_size (`int`): tokens of a draft pass.
+            vocab_size (`int`): tokens of the target's vocabulary.
+
+        Raises:
+            `ValueError`: for a product of options out of range; it names the fields, their values and the limit.
+        """
+        nodes = {"`num_assistant_tokens`": self.num_assistant_tokens}
+        if not isinstance(self.draft_tree, str):
+            nodes = {"paths of `draft_tree`": len(self.draft_tree)}
+        block, passes = {"`block_size`": block_size}, {"`num_draft_passes`": self.num_draft_passes}
+        check_product("scores of the target", _MOST_SCORES, nodes | {"`vocab_size`": vocab_size})
+        check_product("levels of a tree", _DEEPEST, passes | block)
+        if self.draft_tree != "dynamic" or self.verification == "speculative":
+            check_product("positions drafted in a round", _MOST_ROWS, nodes | block)
+        if self.draft_tree == "dynamic" or self.verification == "multi_root":
+            rows = {"`draft_width`": self.draft_width} | block
+            # The first pass drafts one block.
+            if self.num_draft_passes > 1:
+                check_product("positions drafted in a pass", MOST_ROWS_OF_A_PASS, rows)
+            check_product("positions drafted in a round", _MOST_ROWS, passes | rows)
+            children = {"`draft_top_k`": min(self.draft_top_k, self.num_assistant_tokens)}
+            check_product("candidates of a round", MOST_CANDIDATES, passes | rows | children)
+
     @classmethod
     def from_generation_config(
         cls, generation_config: GenerationConfig | None, call: GenerationConfig | None = None
@@ -136,6 +168,14 @@ class DraftOptions:
         given = {field.name: getattr(generation_config, field.name, None) for field in fields(cls)}
         given |= {name: value for name in given if (value := set_by_call(call, name)) is not None}
         return cls(**{name: value for name, value in given.items() if value is not None})
+
+
+def check_product(what: str, limit: int, factors: dict[str, int]) -> None:
+    """Raises a `ValueError` if the product of some values, by their names, is above a limit."""
+    found = math.prod(factors.values())
+    if found > limit:
+        named = " times ".join(f"{name} ({value})" for name, value in factors.items())
+        raise ValueError(f"{named} makes {found:,} {what}: set lower values, that make at most {limit:,}.")
 
 
 def _is_calibration(share: Any) -> bool:

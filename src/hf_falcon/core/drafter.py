@@ -9,16 +9,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from safetensors import safe_open
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 
+from .candidate_generator import limited_options
 from .checkpoint_files import (
-    Shapes,
+    FLOATING_DTYPES,
+    LOADING,
     check_digests,
     digests,
+    pinned,
+    printable,
+    read_object,
     reading,
     refuse_adapter,
-    stored_shapes,
+    stored_tensors,
     upload,
     weight_files,
     write_code,
@@ -33,6 +39,11 @@ from .modeling_falcon_draft import FalconDraftNetwork
 
 # Newest positions of a prompt that the drafter reads: with these the shipped one accepts as much as with all of 1,000.
 _PROMPT_ROWS = 128
+
+_DRAFT_VOCABULARY = "draft_vocab_ids"
+
+# Names of weights in an error, at most: a hostile file can have hundreds of thousands.
+_MOST_SHOWN = 20
 
 
 class DraftModel(PreTrainedModel):
@@ -159,42 +170,55 @@ class FalconDraftModel(DraftModel, FalconDraftNetwork):
         """
         kwargs["use_safetensors"] = True
         if pretrained_model_name_or_path is not None:
-            cls._check_files(str(pretrained_model_name_or_path), kwargs)
+            repository = str(pretrained_model_name_or_path)
+            # transformers then reads the files that were checked.
+            kwargs = pinned(repository, **kwargs)
+            cls._check_files(repository, kwargs)
         # transformers' own error for a shape does not name the weight.
         kwargs["ignore_mismatched_sizes"] = True
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         refuse_problems(pretrained_model_name_or_path, info)
-        DraftOptions.from_generation_config(model.generation_config)
+        limited_options(DraftOptions.from_generation_config(model.generation_config), model, model)
         return (model, info) if output_loading_info else model
 
     @classmethod
     def _check_files(cls, repository: str, kwargs: Mapping[str, Any]) -> None:
         """Compares the tensors in a checkpoint's files with the tensors that its configuration requires."""
-        names = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-        loading = {name: kwargs[name] for name in names if kwargs.get(name) is not None}
+        loading = {name: kwargs[name] for name in LOADING if kwargs.get(name) is not None}
         adapter = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
         refuse_adapter(repository, adapter, **loading)
         config = kwargs.get("config")
         if not isinstance(config, PreTrainedConfig):
             config = cls.config_class.from_pretrained(config or repository, **loading)
+        # transformers would take its defaults in place of a damaged file.
+        read_object(repository, "generation_config.json", **loading)
         files = weight_files(repository, kwargs.get("variant"), **loading)
         check_digests(files, config.weights_sha256)
-        stored = stored_shapes(files)
+        stored = stored_tensors(files)
         # An invalid value in a field of transformers may only fail when the network is built.
         with reading("config.json"), torch.device("meta"), init.no_init_weights():
-            wanted: Shapes = {name: tuple(tensor.shape) for name, tensor in cls(config).state_dict().items()}
+            wanted = cls(config).state_dict()
         refuse_problems(
             repository,
             {
                 "missing_keys": wanted.keys() - stored.keys(),
                 "unexpected_keys": stored.keys() - wanted.keys(),
                 "mismatched_keys": [
-                    (name, stored[name], wanted[name])
+                    (name, stored[name].shape, tuple(wanted[name].shape))
                     for name in wanted.keys() & stored.keys()
-                    if stored[name] != wanted[name]
+                    if stored[name].shape != tuple(wanted[name].shape)
                 ],
             },
         )
+        for name, (file, dtype, _) in stored.items():
+            dtypes = FLOATING_DTYPES if wanted[name].is_floating_point() else ("I64",)
+            if dtype not in dtypes:
+                raise ValueError(
+                    f"`{name}` in `{file.name}` of `{repository}` is {dtype}, not {' or '.join(dtypes)}: quantised "
+                    "drafters cannot be read. Download it again, or save it again with `save_pretrained`."
+                )
+        if config.draft_vocab_size is not None:
+            _check_draft_vocabulary(stored[_DRAFT_VOCABULARY].file, config.vocab_size)
 
     def save_pretrained(
         self, save_directory: Any, is_main_process: bool = True, push_to_hub: bool = False, **kwargs: Any
@@ -246,6 +270,18 @@ class FalconDraftModel(DraftModel, FalconDraftNetwork):
         return upload(self.save_pretrained, repo_id, **kwargs)
 
 
+def _check_draft_vocabulary(file: Path, vocab_size: int) -> None:
+    """Refuses ids of a draft vocabulary that a head could not look up: on a GPU that would end the process."""
+    with safe_open(file, framework="pt") as weights:
+        ids = weights.get_tensor(_DRAFT_VOCABULARY)
+    if int(ids[0]) < 0 or int(ids[-1]) >= vocab_size or not bool((ids[1:] > ids[:-1]).all()):
+        raise ValueError(
+            f"`{_DRAFT_VOCABULARY}` in `{file.name}` of {file.parent} are no ascending ids of the target's "
+            f"{vocab_size} tokens: the file is damaged. Download it again, or save the drafter again with "
+            "`save_pretrained`."
+        )
+
+
 def refuse_problems(repository: Any, problems: Mapping[str, Any]) -> None:
     """
     Refuses a checkpoint whose weights do not belong to its configuration.
@@ -258,9 +294,10 @@ def refuse_problems(repository: Any, problems: Mapping[str, Any]) -> None:
         `ValueError`: if there are any; it names the weights.
     """
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if problems.get(problem):
+        if found := sorted(map(str, problems.get(problem) or ())):
+            shown, more = [printable(each) for each in found[:_MOST_SHOWN]], len(found) - _MOST_SHOWN
             raise ValueError(
-                f"The checkpoint `{repository}` has {problem.replace('_', ' ')}: "
-                f"{sorted(map(str, problems[problem]))}. Its weights do not belong to its config.json: download it "
-                "again, or save it again with `save_pretrained`."
+                f"The checkpoint `{repository}` has {problem.replace('_', ' ')}: {shown}"
+                f"{f' and {more:,} more' if more > 0 else ''}. Its weights do not belong to its config.json: download "
+                "it again, or save it again with `save_pretrained`."
             )

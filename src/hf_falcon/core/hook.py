@@ -32,6 +32,8 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 
+from .checkpoint_files import read_object
+
 # Set on the wrappers. Two copies of this file (the installed package, and code from the Hub) then wrap once.
 _MARK = "_is_falcon_hook"
 # The value of the mark: 1 wrapped `_assisted_decoding`, 2 also `_validate_generation_mode`, 3 also `generate`, 4 reads
@@ -280,7 +282,8 @@ def _load_drafter(target: PreTrainedModel, name: str | os.PathLike[str], trust_r
         return drafter
     # Parameters that are made in inference mode could not be used outside it.
     with torch.inference_mode(False):
-        if PreTrainedConfig.get_config_dict(name)[0].get("model_type") == "falcon_draft":
+        fields = read_object(str(name), "config.json") or {}
+        if fields.get("model_type") == "falcon_draft":
             drafter = AutoModel.from_pretrained(name, dtype=target.dtype, trust_remote_code=trust_remote_code)
         else:
             found = (load(str(name), target.dtype) for load in _loaders)

@@ -70,9 +70,10 @@ class SamplingCandidateGenerator(FalconCandidateGenerator):
     def _build_tree(self) -> StaticTree | DynamicTree:
         tree = self.options.draft_tree
         paths = [] if isinstance(tree, str) else validate_paths(tree)
+        known = set(paths)
         for path in paths:
             before = (*path[:-1], path[-1] - 1)
-            if path[-1] > 0 and before not in paths:
+            if path[-1] > 0 and before not in known:
                 raise ValueError(
                     f"`draft_tree` has the path {path} without {before}: with `verification` 'speculative' the "
                     "children of a node are draws, and none may be left out. Add it."
@@ -220,6 +221,7 @@ def decode_multi_root(
     statistics = StatisticsRecorder()
     # Tokens are streamed once their root is chosen.
     streamer, sequence.streamer = sequence.streamer, None
+    generator.is_late = sequence.is_late
     size, streamed = generator.block_size, sequence.token_ids.shape[1]
     with statistics.measure("target", run.model.device):
         logits, held = run.prefill(sequence.input_ids)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -99,7 +100,7 @@ class Branches:
 
 def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
     """
-    Marks the ancestors of each node. It takes one step for each level, for any number of nodes.
+    Marks the ancestors of each node, in steps that reach twice as far each.
 
     Args:
         parents (`torch.LongTensor` of shape `(nodes,)`): parent of each node; the root is its own.
@@ -108,9 +109,12 @@ def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
     Returns:
         `torch.BoolTensor` of shape `(nodes, nodes)`: see [`DraftTree`].
     """
-    itself = visible = torch.eye(parents.shape[0], dtype=torch.bool)
-    for _ in range(depth):
-        visible = itself | visible[parents]
+    visible, reach = torch.eye(parents.shape[0], dtype=torch.bool), 1
+    # `visible` has the ancestors that are less than `reach` levels above; `above` is the one that is `reach` levels.
+    above = parents
+    while reach <= depth:
+        visible = visible | visible[above]
+        above, reach = above[above], 2 * reach
     return visible
 
 
@@ -154,7 +158,7 @@ def validate_paths(paths: Iterable[Sequence[int]]) -> list[Path]:
         if len(path) > 1 and path[:-1] not in known:
             raise ValueError(f"`draft_tree` has the path {path} without its parent {path[:-1]}: add the parent.")
     if len(known) != len(nodes):
-        twice = next(path for path in nodes if nodes.count(path) > 1)
+        twice = next(path for path, count in Counter(nodes).items() if count > 1)
         raise ValueError(f"`draft_tree` has the path {twice} more than once: leave one.")
     return sorted(nodes, key=lambda path: (len(path), path))
 

@@ -121,6 +121,7 @@ class TokenSequence:
         eos = [each for each in stopping_criteria if type(each) is generation.EosTokenCriteria]
         self._eos = {token for each in eos for token in each.eos_token_id.tolist()}
         self._criteria = [each for each in stopping_criteria if each not in eos]
+        self._time_limits = [each for each in self._criteria if type(each) is generation.MaxTimeCriteria]
         self._do_sample = generation_config.do_sample
         self.streamer = streamer
         self._draw = draw or _draw
@@ -148,6 +149,10 @@ class TokenSequence:
     def new_tokens(self) -> int:
         """Tokens that were emitted."""
         return self.token_ids.shape[1] - self.prompt_length
+
+    def is_late(self) -> bool:
+        """Whether the call's `max_time` is over: the next token is the last."""
+        return any(bool(limit(self.token_ids, self.scores).all()) for limit in self._time_limits)
 
     @property
     def is_argmax(self) -> bool:

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from ..core.checkpoint_files import LOADING, pinned
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import DraftModel
-from .checkpoints import LOADING, read_fields
+from .checkpoints import read_fields
 
 Fields = dict[str, Any]
 
@@ -85,6 +86,8 @@ class AutoDrafter:
             `OSError`: if files are missing or damaged.
         """
         name = os.fspath(pretrained_model_name_or_path)
+        # What the class reads is of the commit that was chosen from.
+        kwargs = pinned(name, **kwargs)
         kind = drafter_class(name, **{key: value for key, value in kwargs.items() if key in LOADING})
         return kind.from_pretrained(name, dtype=dtype, **kwargs).eval()
 

@@ -18,12 +18,20 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.utils import WEIGHTS_NAME, cached_file
 
-from ..core.checkpoint_files import check_digests, reading, refuse_adapter, weight_files
+from ..core.candidate_generator import limited_options
+from ..core.checkpoint_files import (
+    LOADING,
+    check_digests,
+    read_object,
+    reading,
+    refuse_adapter,
+    stored_tensors,
+    weight_files,
+)
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel, refuse_problems
 
-LOADING = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
 # Copies of the target's own weights, and tables that follow from the configuration.
 _NOT_OF_NETWORK = (
     "verifier_lm_head.weight",
@@ -45,16 +53,14 @@ def read_fields(repository: str, **loading: Any) -> dict[str, Any]:
             in [`~transformers.PreTrainedModel.from_pretrained`].
 
     Raises:
-        `OSError`: if there is none, or it is damaged, or cannot be downloaded.
+        `OSError`: if there is none, or it cannot be downloaded.
+        `ValueError`: if it is damaged.
         `TypeError`: for another argument.
     """
     unknown = loading.keys() - set(LOADING)
     if unknown:
         raise TypeError(f"`from_pretrained` got {sorted(unknown)}: it takes `dtype`, {', '.join(LOADING)}.")
-    fields, _ = FalconDraftConfig.get_config_dict(repository, **loading)
-    if not isinstance(fields, dict):
-        raise OSError(f"`config.json` of `{repository}` is {fields!r:.200}, not an object: download it again.")
-    return fields
+    return FalconDraftConfig.get_config_dict(repository, **loading)[0]
 
 
 def read_weights(repository: str, digests: Mapping[str, str] | None = None, **loading: Any) -> dict[str, Tensor]:
@@ -64,7 +70,7 @@ def read_weights(repository: str, digests: Mapping[str, str] | None = None, **lo
 
     Args:
         repository (`str`): a folder, or a repository of the Hub.
-        digests (mapping of `str` to `str`, *optional*): sha256 of each safetensors file; see [`check_digests`].
+        digests (mapping of `str` to `str`, *optional*): sha256 of each file; see [`check_digests`].
         loading: arguments of [`~transformers.utils.cached_file`], such as `revision` and `token`.
 
     Raises:
@@ -78,8 +84,10 @@ def read_weights(repository: str, digests: Mapping[str, str] | None = None, **lo
         pickled = cached_file(repository, WEIGHTS_NAME, _raise_exceptions_for_missing_entries=False, **loading)
         if pickled is None:
             raise error
+        check_digests([Path(pickled)], digests or {})
         return _read_pickled(Path(pickled))
     check_digests(files, digests or {})
+    stored_tensors(files)
     weights: dict[str, Tensor] = {}
     for file in files:
         weights |= _read_safetensors(file)
@@ -198,12 +206,11 @@ def read_options(drafter: DraftModel, repository: str, **loading: Any) -> None:
         `ValueError`: for an option out of range.
     """
     with reading("generation_config.json"):
-        try:
-            found = GenerationConfig.from_pretrained(repository, **loading)
-        except OSError:
-            return
-        DraftOptions.from_generation_config(found)
-        drafter.generation_config = found
+        fields = read_object(repository, "generation_config.json", **loading)
+        if fields is not None:
+            found = GenerationConfig.from_dict(fields)
+            limited_options(DraftOptions.from_generation_config(found), drafter, drafter)
+            drafter.generation_config = found
 
 
 def network_weights(repository: str, weights: dict[str, Tensor], config: Any) -> dict[str, Tensor]:

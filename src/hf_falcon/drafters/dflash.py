@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from ..core.caches import DraftCache
-from ..core.checkpoint_files import reading
+from ..core.checkpoint_files import pinned, reading
 from ..core.draft_session import TargetHead
 from ..core.interfaces import DraftedBlocks, DrafterAcceleration
 from ..core.modeling_falcon_draft import FalconDecoderLayer, FalconRMSNorm, KeyValueCache, additive_mask, rotate
@@ -227,6 +227,7 @@ class DFlashDraftModel(SpeculatorsDraftModel):
                 `aux_hidden_state_layer_ids` of [`DFlashDraftConfig`].
         """
         name = os.fspath(pretrained_model_name_or_path)
+        kwargs = pinned(name, **kwargs)
         config, weights = read_dflash(name, read_fields(name, **kwargs), layer_ids, **kwargs)
         # A drafter of another width than its target cannot use the target's.
         needs_own = config.target_hidden_size != config.hidden_size

@@ -42,7 +42,8 @@ def read_dflash(
         `ValueError`, `OSError`: see [`AutoDrafter.from_pretrained`].
     """
     config = dflash_config(fields, layer_ids)
-    weights = network_weights(repository, read_weights(repository, **loading), config)
+    weights = read_weights(repository, fields.get("weights_sha256"), **loading)
+    weights = network_weights(repository, weights, config)
     return config, {name: weight for name, weight in weights.items() if not name.startswith(_CONFIDENCE_HEAD)}
 
 

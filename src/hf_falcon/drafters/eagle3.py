@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from ..core.checkpoint_files import reading
+from ..core.checkpoint_files import pinned, reading
 from ..core.draft_session import BlockSession, embed
 from ..core.interfaces import DrafterAcceleration
 from ..core.modeling_falcon_draft import FalconRMSNorm, KeyValueCache
@@ -154,6 +154,7 @@ class Eagle3DraftModel(SpeculatorsDraftModel):
                 `eagle_aux_hidden_state_layer_ids` of [`Eagle3DraftConfig`].
         """
         name = os.fspath(pretrained_model_name_or_path)
+        kwargs = pinned(name, **kwargs)
         config, weights = read_eagle3(name, read_fields(name, **kwargs), layer_ids, **kwargs)
         # An invalid value in a field of transformers may only fail when the network is built.
         with reading("config.json"), init.no_init_weights(), torch.device("meta"):

@@ -37,7 +37,7 @@ def read_eagle3(
     Raises:
         `ValueError`, `OSError`: see [`AutoDrafter.from_pretrained`].
     """
-    weights = read_weights(repository, **loading)
+    weights = read_weights(repository, fields.get("weights_sha256"), **loading)
     if "speculators_model_type" not in fields:
         weights = {_renamed(name): weight for name, weight in weights.items()}
     config = eagle3_config(fields, weights, layer_ids)

@@ -20,7 +20,7 @@ _LAYER_RANGES = {
     "vocab_size": (1, 2**24),
     "hidden_size": (1, 2**17),
     "intermediate_size": (1, 2**20),
-    "num_attention_heads": (1, 2**12),
+    "num_attention_heads": (1, 2**8),
     "num_key_value_heads": (1, 2**12),
     "head_dim": (2, 2**12),
     "num_hidden_layers": (1, 256),
@@ -176,6 +176,9 @@ class SpeculatorsDraftConfig(PreTrainedConfig):
         for name, kind in (("name_or_path", str), ("architectures", list)):
             if (verifier or {}).get(name) is not None and not isinstance((verifier or {})[name], kind):
                 raise ValueError(f"`speculators_config.verifier.{name}` is {(verifier or {})[name]!r:.200}.")
+        texts = [(verifier or {}).get("name_or_path"), *((verifier or {}).get("architectures") or [])]
+        if not all(text is None or (isinstance(text, str) and text.isprintable()) for text in texts):
+            raise ValueError(f"`speculators_config.verifier` is {verifier!r:.200}: its texts must be printable.")
         if self.target_fingerprint is not None and not isinstance(self.target_fingerprint, str):
             raise ValueError(f"`target_fingerprint` is {self.target_fingerprint!r:.200}: set it to a text or to None.")
 
