@@ -88,7 +88,9 @@ def assisted_decoding(
     reason = "`synced_gpus` is set" if synced_gpus else None
     reason = reason or unsupported_reason(target, input_ids, generation_config, model_kwargs)
     if reason is None and input_ids.shape[0] > 1:
-        reason = unsupported_batch_reason(target, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        reason = unsupported_batch_reason(
+            target, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+        )
     if reason is not None:
         logger.warning_once(f"The assistant model is not used, plain decoding runs: {reason}.")
         output = sample(

@@ -12,7 +12,7 @@ import functools
 import inspect
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -386,6 +386,29 @@ def prefill(
         `RuntimeError`: if transformers has no `_prefill`.
     """
     return _private(model, "_prefill", "run the prompt")(input_ids, generation_config, model_kwargs, **kwargs)
+
+
+class _NoOutput(dict[str, Any]):
+    """The output of a forward that did not run yet: whatever it is asked for is `None`."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+def kwargs_after_prompt(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    The arguments of the model as plain decoding has them after the prompt and one new token: attention mask, positions
+    and token types are longer by one. A model may change others in its own way.
+
+    Args:
+        model ([`PreTrainedModel`]): the target.
+        model_kwargs (`dict`): the arguments of the model that `generate` prepared.
+
+    Raises:
+        `RuntimeError`: if transformers has no `_update_model_kwargs_for_generation`.
+    """
+    update = _private(model, "_update_model_kwargs_for_generation", "know what a step of plain decoding gets")
+    return dict(update(_NoOutput(), dict(model_kwargs), is_encoder_decoder=False))
 
 
 def sample(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     DynamicCache,
@@ -23,7 +24,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
-from .hook import attention_implementation, is_stateful
+from .hook import attention_implementation, is_stateful, kwargs_after_prompt
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -32,8 +33,9 @@ _MASKED_ATTENTION = ("eager", "sdpa")
 
 _CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
-# Arguments of the model that `generate` prepares for a text prompt. A tree cannot shift others (images, token types).
-_KNOWN_INPUTS = {
+# Arguments of the model in a step of plain decoding that a round has of its own, or does without.
+_TEXT_INPUTS = {
+    "input_ids",
     "attention_mask",
     "inputs_embeds",
     "position_ids",
@@ -45,6 +47,9 @@ _KNOWN_INPUTS = {
     "output_hidden_states",
     "return_dict",
 }
+
+# Of shape `(batch, 1)` in a step, and the same in every step.
+_TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 
 # Processors and criteria that treat each row by itself and keep no state; by exact type, as a subclass may differ.
 _ROWWISE_PROCESSORS = {
@@ -237,28 +242,51 @@ def unsupported_reason(
         return (
             f"`attention_mask` has shape {tuple(mask.shape)}, for {past} tokens in the cache and a prompt of {tokens}"
         )
-    # A multimodal model gets an empty dict of its encoders' outputs with a text alone.
-    empty = {name for name, value in model_kwargs.items() if value is None or (isinstance(value, dict) and not value)}
-    extra = sorted(model_kwargs.keys() - empty - _KNOWN_INPUTS)
-    if extra:
-        return f"the target was given {extra} beside its text"
-    if _moves_positions(model, input_ids, model_kwargs):
-        return "the target does not take its `position_ids` as `generate` prepares them"
+    step = first_step(model, input_ids, model_kwargs)
+    if step.get("position_ids") is None and model_kwargs.get("position_ids") is not None:
+        return "the target does not take the `position_ids` that `generate` prepares"
+    extras = _extras(step)
+    # A round can pass on what is the same in every step.
+    changing = {
+        name for name, value in extras.items() if isinstance(value, Tensor) and value is not model_kwargs.get(name)
+    }
+    if own := sorted(changing - _TOKEN_TYPES):
+        return f"every new token of the target takes its own {own}"
+    if _extras(model_kwargs):
+        if getattr(config, "cross_attention_layers", None):
+            return "the target's cross-attention layers keep images in its cache, which cannot drop a tree then"
+        if rope_boundary(config)[0] is not None:
+            return "the prompt has more than text, and the target's rotary frequencies depend on the context's length"
     return None
 
 
-def _moves_positions(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> bool:
-    """Whether the model replaces or shifts the positions that `generate` prepares for a step of plain decoding."""
-    prepared = model_kwargs.get("position_ids")
-    if prepared is None:
-        return False
-    # A step has tokens, even if the prompt has none.
-    arguments = {name: value for name, value in model_kwargs.items() if name != "inputs_embeds"}
-    tokens = input_ids if input_ids.shape[1] > 0 else input_ids.new_zeros(input_ids.shape[0], 1)
-    step = model.prepare_inputs_for_generation(tokens, next_sequence_length=1, **arguments)
-    taken = step.get("position_ids")
-    # Where Phi3's frequencies change, the step is the whole text.
-    return taken is None or not torch.equal(taken[..., -1:], prepared[..., -1:])
+def first_step(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What plain decoding passes to the model in the first step after a prompt of any kind: its arguments, by name."""
+    kwargs = kwargs_after_prompt(model, model_kwargs)
+    token_ids = F.pad(input_ids, (0, 1))
+    step: dict[str, Any] = model.prepare_inputs_for_generation(token_ids, next_sequence_length=1, **kwargs)
+    return step
+
+
+def inputs_beside_text(step: Mapping[str, Any], nodes: int) -> dict[str, Any]:
+    """
+    The arguments of a round's forward beside its text, as a step of plain decoding has them.
+
+    Args:
+        step (`dict`): see [`first_step`].
+        nodes (`int`): tokens of the round.
+    """
+    return {name: value.expand(-1, nodes) if name in _TOKEN_TYPES else value for name, value in _extras(step).items()}
+
+
+def _extras(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a model's arguments that are no part of a text."""
+    # A multimodal model gets an empty dict of its encoders' outputs with a text alone.
+    return {
+        name: value
+        for name, value in arguments.items()
+        if name not in _TEXT_INPUTS and value is not None and not (isinstance(value, dict) and not value)
+    }
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -295,6 +323,7 @@ def rope_boundary(config: PreTrainedConfig) -> tuple[int | None, bool]:
 
 def unsupported_batch_reason(
     model: PreTrainedModel,
+    input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
@@ -323,6 +352,8 @@ def unsupported_batch_reason(
     positions = model_kwargs.get("position_ids")
     if positions is not None and positions.dim() > 2:
         return "the batch has several rows, and the target has positions of several kinds"
+    if extras := sorted(_extras(first_step(model, input_ids, model_kwargs))):
+        return f"the batch has several rows, and every new token of the target takes {extras}"
     if model_kwargs.get("inputs_embeds") is not None:
         return "the batch has several rows and is given as `inputs_embeds`"
     outputs = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
