@@ -60,6 +60,12 @@ _CHANGES: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"vision_config": {**_parts("gemma4_unified_vision"), "pooling_kernel_size": 1}},
     "hunyuan_vl": {"text_config": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 1, 1]}}},
     "kimi_k25": {"projection_hidden_size": HIDDEN},
+    "git": {"vision_config": {"hidden_size": HIDDEN}},
+    "idefics": {"cross_layer_interval": 1, "use_resampler": False},
+    "mllama": {
+        "vision_config": {"intermediate_layers_indices": [0, 1], "vision_output_dim": 3 * HIDDEN},
+        "text_config": {"cross_attention_layers": [1], "num_hidden_layers": 3},
+    },
     "llama4": {"vision_config": {"intermediate_size": 4 * HIDDEN}},
     "muse_glimmer": {"out_hidden_size": 4 * HIDDEN},
     "qwen2_5_omni_thinker": {
@@ -82,10 +88,20 @@ def classify_with_image(model_type: str) -> Row:
         model = image_model(model_type)
         prompt = image_prompt(model)
         make_lively(model, prompt)
+        _check_that_it_looks(model, prompt)
     # Whatever keeps transformers from it is the finding.
     except Exception as error:
         return Row(model_type, WITH_IMAGES[model_type], UNTRIED, first_line(error))
     return Row(model_type, WITH_IMAGES[model_type], *compare(model, prompt))
+
+
+def _check_that_it_looks(model: PreTrainedModel, prompt: dict[str, Tensor]) -> None:
+    logits = []
+    for given in (prompt, other_image(prompt)):
+        kwargs = {"max_new_tokens": 1, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        logits.append(model.generate(**given, **kwargs, pad_token_id=0).logits[0])
+    if torch.allclose(*logits, atol=1e-3):
+        raise ArithmeticError("another image changes nothing")
 
 
 def image_model(model_type: str) -> PreTrainedModel:
@@ -99,7 +115,16 @@ def image_model(model_type: str) -> PreTrainedModel:
     for name in sorted(tiny_config(model_type, _SIZES, **_CHANGES.get(model_type, {})).to_dict()):
         if _IMAGE_ID.match(name):
             ids[name] = VOCAB - 1 - len(ids)
-    return tiny_model(model_type, AutoModelForImageTextToText, sizes={**_SIZES, **ids}, **_CHANGES.get(model_type, {}))
+    model = tiny_model(
+        model_type, AutoModelForImageTextToText, sizes={**_SIZES, **ids}, **_CHANGES.get(model_type, {})
+    )
+    # Gates and projections that are 0 before training: the model would not see its image.
+    for name, parameter in model.named_parameters():
+        if re.search(r"gate$|alpha_", name):
+            torch.nn.init.constant_(parameter, 0.5)
+        elif parameter.dim() > 1 and not parameter.any():
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model
 
 
 def image_prompt(model: PreTrainedModel, seed: int = 0) -> dict[str, Tensor]:
@@ -109,13 +134,13 @@ def image_prompt(model: PreTrainedModel, seed: int = 0) -> dict[str, Tensor]:
     Raises:
         `ValueError`: if none was found that the model takes; it says why the last was refused.
     """
-    refused = "the model has no `get_image_features`"
     encode = getattr(model.base_model, "get_image_features", None) or getattr(model, "get_image_features", None)
-    if encode is None:
-        raise ValueError(refused)
-    for image in _images(model, encode, seed):
+    images = _images_beside(model.config.model_type, seed) if encode is None else _images(encode, seed)
+    refused = "the model has no `get_image_features`"
+    for image in images:
         try:
-            prompt = {**_text(model, _tokens_of(encode, image), seed), **image}
+            tokens = 0 if encode is None else _tokens_of(encode, image)
+            prompt = {**_text(model, tokens, seed), **image}
             model.generate(**prompt, max_new_tokens=2, do_sample=False, pad_token_id=0)
             return prompt
         # Whatever a model says to an image of another shape.
@@ -124,7 +149,32 @@ def image_prompt(model: PreTrainedModel, seed: int = 0) -> dict[str, Tensor]:
     raise ValueError(refused)
 
 
-def _images(model: PreTrainedModel, encode: Any, seed: int) -> Iterator[dict[str, Tensor]]:
+def other_image(prompt: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same prompt with another image."""
+    return {name: value.flip(-1) if value.is_floating_point() else value for name, value in prompt.items()}
+
+
+def _images_beside(model_type: str, seed: int) -> Iterator[dict[str, Tensor]]:
+    """Images that have no tokens in the prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    square = (_CHANNELS, _SIDE, _SIDE)
+    if model_type == "mllama":
+        yield {
+            "pixel_values": torch.randn(1, 1, 4, *square, generator=generator),
+            "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long),
+            "aspect_ratio_mask": torch.tensor([[[1, 0, 0, 0]]]),
+            "cross_attention_mask": torch.ones(1, 10, 1, 4, dtype=torch.long),
+        }
+    if model_type == "idefics":
+        yield {
+            "pixel_values": torch.randn(1, 1, *square, generator=generator),
+            "image_attention_mask": torch.ones(1, 10, 1, dtype=torch.long),
+        }
+    if model_type in ("git", "blip"):
+        yield {"pixel_values": torch.randn(1, *square, generator=generator)}
+
+
+def _images(encode: Any, seed: int) -> Iterator[dict[str, Tensor]]:
     """Images in the shapes that models want, until one fits."""
     generator = torch.Generator().manual_seed(seed)
     takes = inspect.signature(encode).parameters

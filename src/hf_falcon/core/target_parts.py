@@ -252,11 +252,12 @@ def unsupported_reason(
     }
     if own := sorted(changing - _TOKEN_TYPES):
         return f"every new token of the target takes its own {own}"
-    if _extras(model_kwargs):
-        if getattr(config, "cross_attention_layers", None):
-            return "the target's cross-attention layers keep images in its cache, which cannot drop a tree then"
-        if rope_boundary(config)[0] is not None:
-            return "the prompt has more than text, and the target's rotary frequencies depend on the context's length"
+    given = _extras(model_kwargs)
+    crossing = [cache.layers[index] for index in getattr(config, "cross_attention_layers", None) or ()]
+    if crossing and (given or any(layer.is_initialized for layer in crossing)):
+        return "the target's cross-attention layers keep an image in the cache, which then cannot drop branches"
+    if given and rope_boundary(config)[0] is not None:
+        return f"the target was given {sorted(given)}, and its rotary frequencies depend on the context's length"
     return None
 
 

@@ -174,13 +174,13 @@ class TargetRun:
                 self._model_kwargs,
                 is_first_iteration=not self._generation_config.is_assistant,
             )
-        # Positions continue from the prompt's, which padding, images or the caller may have shifted.
         self._first_step = first_step(self.model, input_ids, self._model_kwargs)
+        self._adopt(outputs.past_key_values)
+        self.layer_outputs.add_step(outputs)
+        # Positions continue from the prompt's, which padding, images or the caller may have shifted.
         positions = self._first_step.get("position_ids")
         if positions is not None:
             self._position_shift = positions[..., -1:].cpu() - self.length
-        self._adopt(outputs.past_key_values)
-        self.layer_outputs.add_step(outputs)
         return outputs.logits[:, -1], tap.take()
 
     def max_tree_depth(self) -> int | None:
