@@ -9,9 +9,12 @@ from compatibility import PLAIN, TREES, padded
 from image_inputs import WITH_IMAGES, classify_with_image, image_model, image_prompt, other_image
 from oracle import use_oracle
 from quick import quick
-from tiny_models import SAME_EVERY_ROUND, VOCAB
+from tiny_models import SAME_EVERY_ROUND, VOCAB, tiny_target
+from tiny_models import prompt as prompt_of_text
+from transformers import DynamicCache
 
 from hf_falcon import FalconDraftConfig, FalconDraftModel
+from hf_falcon.core.target_parts import unsupported_reason
 from hf_falcon.core.target_run import TargetRun
 
 # Positions of three kinds, a bidirectional image, tokens of the image among those of the text, positions from 1.
@@ -181,6 +184,25 @@ def test_every_token_looks_at_the_image(model_type):
     row = classify_with_image(model_type)
     assert row.result == PLAIN
     assert "takes its own" in row.remark
+
+
+def test_a_stream_is_not_consumed():
+    """Voxtral's update of its arguments takes a part of the sound from an iterator."""
+    target = tiny_target("llama")
+    given = {"past_key_values": DynamicCache(config=target.config), "input_features_generator": iter([1, 2])}
+    reason = unsupported_reason(target, prompt_of_text(9), target.generation_config, given)
+    assert "['input_features_generator']" in reason
+    assert next(given["input_features_generator"]) == 1
+
+
+def test_changing_rotary_frequencies(monkeypatch, warnings_given):
+    """Where the frequencies change, plain decoding may run the whole text again, without its image."""
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    model = image_model("llava", text_config={"rope_parameters": rope, "max_position_embeddings": 256})
+    prompt = image_prompt(model)
+    check(model, prompt, monkeypatch, drafts=False)
+    assert "['mm_encoder_outputs']" in warnings_given()[0]
+    check(model, {"input_ids": prompt["input_ids"][:, :5]}, monkeypatch)
 
 
 def test_images_in_the_cache(monkeypatch, warnings_given):

@@ -104,20 +104,17 @@ def _check_that_it_looks(model: PreTrainedModel, prompt: dict[str, Tensor]) -> N
         raise ArithmeticError("another image changes nothing")
 
 
-def image_model(model_type: str) -> PreTrainedModel:
+def image_model(model_type: str, **changes: Any) -> PreTrainedModel:
     """
-    A tiny random model that takes images.
+    A tiny random model that takes images; `changes` as for [`shrunken.tiny_config`].
 
     Raises:
         Whatever keeps transformers from making it.
     """
-    ids = {}
-    for name in sorted(tiny_config(model_type, _SIZES, **_CHANGES.get(model_type, {})).to_dict()):
-        if _IMAGE_ID.match(name):
-            ids[name] = VOCAB - 1 - len(ids)
-    model = tiny_model(
-        model_type, AutoModelForImageTextToText, sizes={**_SIZES, **ids}, **_CHANGES.get(model_type, {})
-    )
+    changes = _CHANGES.get(model_type, {}) | changes
+    names = filter(_IMAGE_ID.match, sorted(tiny_config(model_type, _SIZES, **changes).to_dict()))
+    ids = {name: VOCAB - 1 - place for place, name in enumerate(names)}
+    model = tiny_model(model_type, AutoModelForImageTextToText, sizes={**_SIZES, **ids}, **changes)
     # Gates and projections that are 0 before training: the model would not see its image.
     for name, parameter in model.named_parameters():
         if re.search(r"gate$|alpha_", name):

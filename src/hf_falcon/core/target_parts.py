@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -242,6 +242,8 @@ def unsupported_reason(
         return (
             f"`attention_mask` has shape {tuple(mask.shape)}, for {past} tokens in the cache and a prompt of {tokens}"
         )
+    if streams := sorted(name for name, value in model_kwargs.items() if isinstance(value, Iterator)):
+        return f"every new token of the target takes the next part of {streams}"
     step = first_step(model, input_ids, model_kwargs)
     if step.get("position_ids") is None and model_kwargs.get("position_ids") is not None:
         return "the target does not take the `position_ids` that `generate` prepares"
