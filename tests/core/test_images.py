@@ -201,7 +201,7 @@ def test_changing_rotary_frequencies(monkeypatch, warnings_given):
     model = image_model("llava", text_config={"rope_parameters": rope, "max_position_embeddings": 256})
     prompt = image_prompt(model)
     check(model, prompt, monkeypatch, drafts=False)
-    assert "['mm_encoder_outputs']" in warnings_given()[0]
+    assert "its rotary frequencies depend" in warnings_given()[0]
     check(model, {"input_ids": prompt["input_ids"][:, :5]}, monkeypatch)
 
 

@@ -36,6 +36,9 @@ MULTIMODAL = {
 }
 TREES, PLAIN, REFUSED, UNTRIED = "trees", "plain", "refused", "not tried"
 _PROMPT_LENGTH, _NEW_TOKENS, _PADDING = 11, 24, 3
+# Arguments that have a value for each token, in their second dimension.
+_OF_TOKENS = {"input_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+_OF_TOKENS |= {"cross_attention_mask", "image_attention_mask"}
 # Arguments of `generate` by name, `input_ids` among them.
 Prompt = dict[str, torch.Tensor]
 
@@ -133,10 +136,8 @@ def compare(model: PreTrainedModel, prompt: Prompt) -> tuple[str, str]:
 
 def padded(prompt: Prompt) -> Prompt:
     """A prompt behind padding."""
-    length = prompt["input_ids"].shape[1]
-    # What has a value for each token is as long as these.
     return {
-        name: torch.nn.functional.pad(value, (_PADDING, 0)) if value.shape == (1, length) else value
+        name: torch.cat((torch.zeros_like(value[:, :_PADDING]), value), dim=1) if name in _OF_TOKENS else value
         for name, value in prompt.items()
     }
 

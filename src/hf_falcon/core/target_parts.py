@@ -48,7 +48,7 @@ _TEXT_INPUTS = {
     "return_dict",
 }
 
-# Of shape `(batch, 1)` in a step, and the same in every step.
+# What each token is: of shape `(batch, 1)` in a step, and the same in every step.
 _TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 
 # Processors and criteria that treat each row by itself and keep no state; by exact type, as a subclass may differ.
@@ -279,7 +279,11 @@ def inputs_beside_text(step: Mapping[str, Any], nodes: int) -> dict[str, Any]:
         step (`dict`): see [`first_step`].
         nodes (`int`): tokens of the round.
     """
-    return {name: value.expand(-1, nodes) if name in _TOKEN_TYPES else value for name, value in _extras(step).items()}
+    return {
+        # Older versions of transformers pass the types of the whole text, which a model then reads in a prompt only.
+        name: value.expand(-1, nodes) if name in _TOKEN_TYPES and value.shape[-1] == 1 else value
+        for name, value in _extras(step).items()
+    }
 
 
 def _extras(arguments: Mapping[str, Any]) -> dict[str, Any]:
