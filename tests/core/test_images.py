@@ -9,9 +9,10 @@ from compatibility import PLAIN, TREES, padded
 from image_inputs import WITH_IMAGES, classify_with_image, image_model, image_prompt, other_image
 from oracle import use_oracle
 from quick import quick
+from shrunken import tiny_model
 from tiny_models import SAME_EVERY_ROUND, VOCAB, tiny_target
 from tiny_models import prompt as prompt_of_text
-from transformers import DynamicCache
+from transformers import AutoModelForMultimodalLM, DynamicCache
 
 from hf_falcon import FalconDraftConfig, FalconDraftModel
 from hf_falcon.core.target_parts import unsupported_reason
@@ -100,7 +101,7 @@ def test_streamer(qwen):
     assert streamed == [*output.sequences[0].tolist(), "end"]
 
 
-@pytest.mark.parametrize("model_type", ["qwen2_vl", "gemma3", "llava"])
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "gemma3"])
 def test_a_second_turn_continues_from_the_cache(model_type, monkeypatch):
     model = image_model(model_type)
     prompt = image_prompt(model)
@@ -184,6 +185,35 @@ def test_every_token_looks_at_the_image(model_type):
     row = classify_with_image(model_type)
     assert row.result == PLAIN
     assert "takes its own" in row.remark
+
+
+def test_a_cache_without_layers(monkeypatch):
+    """Mllama's cross-attention layers have none in it yet."""
+    model = image_model("mllama")
+    check(model, {"input_ids": image_prompt(model)["input_ids"]}, monkeypatch, past_key_values=None)
+    text = prompt_of_text(9)
+    expected = generate(model, {"input_ids": text})
+    output = generate(
+        model, {"input_ids": text, "past_key_values": DynamicCache()}, assistant_model=make_drafter(model)
+    )
+    assert output.sequences.tolist() == expected.sequences.tolist()
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "qwen2_vl"])
+def test_a_static_cache(model_type, monkeypatch):
+    model = image_model(model_type)
+    check(model, image_prompt(model), monkeypatch, cache_implementation="static", disable_compile=True)
+
+
+def test_sound(monkeypatch):
+    """Each step of plain decoding passes the same mask of the sound."""
+    model = tiny_model(
+        "qwen2_audio", AutoModelForMultimodalLM, sizes={"audio_token_index": 63, "max_source_positions": 16}
+    )
+    sound = torch.randn(1, 8, 32, generator=torch.Generator().manual_seed(0))
+    ids = torch.cat((prompt_of_text(5) % 60 + 3, torch.full((1, 8), 63), prompt_of_text(5, seed=1) % 60 + 3), dim=1)
+    prompt = {"input_ids": ids, "input_features": sound, "feature_attention_mask": torch.ones(1, 32, dtype=torch.long)}
+    check(model, prompt, monkeypatch)
 
 
 def test_a_stream_is_not_consumed():

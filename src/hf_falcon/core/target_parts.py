@@ -247,16 +247,18 @@ def unsupported_reason(
     step = first_step(model, input_ids, model_kwargs)
     if step.get("position_ids") is None and model_kwargs.get("position_ids") is not None:
         return "the target does not take the `position_ids` that `generate` prepares"
-    extras = _extras(step)
     # A round can pass on what is the same in every step.
-    changing = {
-        name for name, value in extras.items() if isinstance(value, Tensor) and value is not model_kwargs.get(name)
-    }
-    if own := sorted(changing - _TOKEN_TYPES):
-        return f"every new token of the target takes its own {own}"
+    own = [
+        name
+        for name, value in _extras(step).items()
+        if not (isinstance(value, (int, float, str)) or name in _TOKEN_TYPES)
+        and not (isinstance(value, (Tensor, list, tuple)) and value is model_kwargs.get(name))
+    ]
+    if own:
+        return f"every new token of the target takes its own {sorted(own)}"
     given = _extras(model_kwargs)
-    crossing = [cache.layers[index] for index in getattr(config, "cross_attention_layers", None) or ()]
-    if crossing and (given or any(layer.is_initialized for layer in crossing)):
+    crossing = getattr(config, "cross_attention_layers", None) or ()
+    if crossing and (given or any(layer.is_initialized for layer in cache.layers[crossing[0] : crossing[0] + 1])):
         return "the target's cross-attention layers keep an image in the cache, which then cannot drop branches"
     if given and rope_boundary(config)[0] is not None:
         return f"the target was given {sorted(given)}, and its rotary frequencies depend on the context's length"
