@@ -208,6 +208,7 @@ ASSISTED: dict[str, Row | list[Row]] = {
         Row({"position_ids": torch.arange(7, 7 + PROMPT)[None] * 3}, target="gemma2"),
         Row({"position_ids": torch.arange(7, 7 + PROMPT)[None]}, target="llama-dynamic"),
     ],
+    "token_type_ids": Row({"token_type_ids": torch.arange(PROMPT)[None] % 3}, target="gpt2"),
     "inputs_embeds": [
         Row(lambda: {"inputs": None, "inputs_embeds": _embeds()}),
         Row(lambda: {"inputs_embeds": _embeds().flip(1)}),
@@ -283,9 +284,6 @@ PLAIN: dict[str, Row] = {
             "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]]),
         },
         message="(1, 9), for 9 tokens in the cache",
-    ),
-    "token_type_ids": Row(
-        {"token_type_ids": torch.ones(1, PROMPT, dtype=torch.long)}, target="gpt2", message="['token_type_ids'] beside"
     ),
     "num_beams": Row({"num_beams": 3}),
 }

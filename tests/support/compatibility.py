@@ -35,7 +35,12 @@ MULTIMODAL = {
     if model_type not in DECODERS
 }
 TREES, PLAIN, REFUSED, UNTRIED = "trees", "plain", "refused", "not tried"
-_PROMPT_LENGTH, _NEW_TOKENS = 11, 24
+_PROMPT_LENGTH, _NEW_TOKENS, _PADDING = 11, 24, 3
+# Arguments that have a value for each token, in their second dimension.
+_OF_TOKENS = {"input_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
+_OF_TOKENS |= {"cross_attention_mask", "image_attention_mask"}
+# Arguments of `generate` by name, `input_ids` among them.
+Prompt = dict[str, torch.Tensor]
 
 
 class Row(NamedTuple):
@@ -65,20 +70,30 @@ def classify(model_type: str) -> Row:
         model, ids = _model_and_prompt(model_type, auto_class)
     # Whatever keeps transformers from it is the finding.
     except Exception as error:
-        return Row(model_type, name, UNTRIED, _first_line(error))
-    return Row(model_type, name, *_compare(model, ids))
+        return Row(model_type, name, UNTRIED, first_line(error))
+    return Row(model_type, name, *compare(model, {"input_ids": ids}))
 
 
 def _model_and_prompt(model_type: str, auto_class: type) -> tuple[PreTrainedModel, torch.Tensor]:
-    """A model, and a prompt after which plain decoding does not write the same token over and over."""
     model = tiny_model(model_type, auto_class)
+    ids = torch.randint(3, VOCAB, (1, _PROMPT_LENGTH), generator=torch.Generator().manual_seed(0))
+    make_lively(model, {"input_ids": ids})
+    return model, ids
+
+
+def make_lively(model: PreTrainedModel, prompt: Prompt) -> None:
+    """
+    Gives a model weights with which plain decoding does not write the same token over and over.
+
+    Raises:
+        `ArithmeticError`: if none were found.
+    """
     for seed in range(6):
-        ids = torch.randint(3, VOCAB, (1, _PROMPT_LENGTH), generator=torch.Generator().manual_seed(seed))
-        output = _generate(model, ids)
+        output = _generate(model, prompt)
         if not all(logits.isfinite().all() for logits in output.logits):
             raise ArithmeticError("plain `generate` gives logits that are not finite")
-        if len(set(output.sequences[0, _PROMPT_LENGTH:].tolist())) > 4:
-            return model, ids
+        if len(set(output.sequences[0, prompt["input_ids"].shape[1] :].tolist())) > 4:
+            return
         torch.manual_seed(seed)
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -86,22 +101,21 @@ def _model_and_prompt(model_type: str, auto_class: type) -> tuple[PreTrainedMode
     raise ArithmeticError("plain `generate` repeats a few tokens, with any weights tried")
 
 
-def _compare(model: PreTrainedModel, ids: torch.Tensor) -> tuple[str, str]:
+def compare(model: PreTrainedModel, prompt: Prompt) -> tuple[str, str]:
     """Result and remark, of a greedy text and of a sample after a padded prompt."""
     config = FalconDraftConfig.from_target(model, block_size=2, num_hidden_layers=1, num_lstm_layers=0)
     drafter = FalconDraftModel(config).eval()
     for option, value in {**SAME_EVERY_ROUND, "assistant_confidence_threshold": 0.0}.items():
         setattr(drafter.generation_config, option, value)
-    padded = torch.nn.functional.pad(ids, (3, 0))
     found = set()
-    for prompt, do_sample in ((ids, False), (padded, True)):
-        expected = _generate(model, prompt, do_sample=do_sample)
+    for given, do_sample in ((prompt, False), (padded(prompt), True)):
+        expected = _generate(model, given, do_sample=do_sample)
         with pytest.MonkeyPatch.context() as patch, _warnings() as warnings:
             use_oracle(patch, expected.sequences, accuracy=0.8, scattered=True)
             try:
-                output = _generate(model, prompt, do_sample=do_sample, assistant_model=drafter)
+                output = _generate(model, given, do_sample=do_sample, assistant_model=drafter)
             except ValueError as error:
-                return REFUSED, _first_line(error)
+                return REFUSED, first_line(error)
         if output.sequences.tolist() != expected.sequences.tolist():
             raise WrongTextError(f"{expected.sequences.tolist()} became {output.sequences.tolist()}")
         for ours, theirs in zip(output.logits, expected.logits):
@@ -115,32 +129,48 @@ def _compare(model: PreTrainedModel, ids: torch.Tensor) -> tuple[str, str]:
             raise WrongTextError("no draft token was accepted, of which most are right")
         else:
             found.add((TREES, ""))
-    _compare_batch(model, ids, drafter)
+    _compare_batch(model, prompt, drafter)
     (result,) = found
     return result
 
 
-def _compare_batch(model: PreTrainedModel, ids: torch.Tensor, drafter: FalconDraftModel) -> None:
+def padded(prompt: Prompt) -> Prompt:
+    """A prompt behind padding."""
+    return {
+        name: torch.cat((torch.zeros_like(value[:, :_PADDING]), value), dim=1) if name in _OF_TOKENS else value
+        for name, value in prompt.items()
+    }
+
+
+def _compare_batch(model: PreTrainedModel, prompt: Prompt, drafter: FalconDraftModel) -> None:
     """
-    Two rows, one of them padded.
+    Two rows, one of them padded, the other longer.
 
     Raises:
         `WrongTextError`: where a row's text is another than without a drafter.
     """
-    rows = torch.cat((torch.nn.functional.pad(ids, (3, 0)), torch.cat((ids[:, 3:], ids.flip(1)[:, :6]), dim=1)))
-    expected = _generate(model, rows, output_logits=False).sequences
+    longer = padded(prompt)
+    longer["input_ids"] = torch.cat((prompt["input_ids"][:, :_PADDING].flip(1), prompt["input_ids"]), dim=1)
+    rows = {name: torch.cat((value, longer[name])) for name, value in padded(prompt).items()}
+    try:
+        expected = _generate(model, rows, output_logits=False).sequences
+    except RuntimeError:
+        if len(prompt) == 1:
+            raise
+        # Images of several rows may be given in another shape.
+        return
     with pytest.MonkeyPatch.context() as patch:
-        use_batch_oracle(patch, expected, (3, 0), (0.8, 0.5))
+        use_batch_oracle(patch, expected, (_PADDING, 0), (0.8, 0.5))
         output = _generate(model, rows, assistant_model=drafter, output_logits=False).sequences
     if output.tolist() != expected.tolist():
         raise WrongTextError(f"of a batch, {expected.tolist()} became {output.tolist()}")
 
 
-def _generate(model: PreTrainedModel, ids: torch.Tensor, do_sample: bool = False, **kwargs: object):
+def _generate(model: PreTrainedModel, prompt: Prompt, do_sample: bool = False, **kwargs: object):
     torch.manual_seed(0)
     return model.generate(
-        ids,
-        attention_mask=(ids != 0).long(),
+        **prompt,
+        attention_mask=(prompt["input_ids"] != 0).long(),
         max_new_tokens=_NEW_TOKENS,
         do_sample=do_sample,
         temperature=0.8 if do_sample else None,
@@ -165,7 +195,7 @@ def _warnings() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     # A validator's name says nothing; a field's does.
     text = lines[1] if lines[0].startswith("Class validation error") else " ".join(lines[: 1 + lines[0].endswith(":")])

@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """Any architecture of transformers with tiny random weights: its default configuration, with small sizes in it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -105,21 +106,32 @@ _SPECIAL: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_config(model_type: str, **changes: Any) -> PreTrainedConfig:
-    """The default configuration of a model type with small sizes, and parts of it likewise."""
+def tiny_config(model_type: str, sizes: Mapping[str, Any] = {}, **changes: Any) -> PreTrainedConfig:
+    """
+    The default configuration of a model type with small sizes, and parts of it likewise.
+
+    Args:
+        model_type (`str`): the type.
+        sizes (`dict`, *optional*): further fields, by name, that are set wherever a part of it has them.
+        changes: fields of the configuration; those of its parts are dictionaries.
+    """
     base = AutoConfig.for_model(model_type)
-    return type(base)(**{**_small_fields(base), **_SPECIAL.get(model_type, {}), **changes})
+    fields = {**_small_fields(base, sizes), **_SPECIAL.get(model_type, {})}
+    for name, value in changes.items():
+        fields[name] = fields[name] | value if isinstance(fields.get(name), dict) else value
+    return type(base)(**fields)
 
 
-def _small_fields(config: PreTrainedConfig) -> dict[str, Any]:
+def _small_fields(config: PreTrainedConfig, sizes: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of a configuration that make it small."""
     given = config.to_dict()
     names = {*given, *getattr(config, "attribute_map", {})}
-    fields = {name: size for name, size in _SIZES.items() if name in names}
+    fields = {name: size for name, size in {**_SIZES, **sizes}.items() if name in names}
     for name in getattr(config, "sub_configs", {}):
         part = getattr(config, name, None)
         if isinstance(part, PreTrainedConfig):
-            fields[name] = {"model_type": part.model_type, **_small_fields(part)} | _SPECIAL.get(part.model_type, {})
+            fields[name] = {"model_type": part.model_type, **_small_fields(part, sizes)}
+            fields[name] |= _SPECIAL.get(part.model_type, {})
     if "kv_lora_rank" in names:
         # These heads have a width of two parts, and keys for each of them.
         fields.pop("head_dim", None)
@@ -136,7 +148,7 @@ def _small_fields(config: PreTrainedConfig) -> dict[str, Any]:
 
 def tiny_model(model_type: str, auto_class: Any = AutoModelForCausalLM, **changes: Any) -> PreTrainedModel:
     """
-    A random model of a type that `auto_class` knows, in float32.
+    A random model of a type that `auto_class` knows, in float32; `changes` as for [`tiny_config`].
 
     Raises:
         `ValueError`: if it does not become small.

@@ -142,6 +142,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         self.target = target
         options = options or DraftOptions.from_generation_config(drafter.generation_config)
         self.options = limited_options(options, drafter, target)
+        self._vocab_size: int = target.config.get_text_config(decoder=True).vocab_size
         # Whether the time of the call is over. No further pass is then drafted.
         self.is_late: Callable[[], bool] = lambda: False
         # Decides how much each round drafts.
@@ -329,7 +330,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         if self._next_position is None:
             self._next_position = first_position
         self._next_position += features.shape[1]
-        next_token_ids = to_device(next_token_ids, self._device)
+        next_token_ids = to_device(self._known(next_token_ids), self._device)
         self._block = self.session.commit(features, next_token_ids, first_position, prompt_embeds)
         self._newest = next_token_ids[0, -1:]
 
@@ -370,8 +371,12 @@ class FalconCandidateGenerator(CandidateGenerator):
     def _look_up(self, input_ids: Tensor, max_depth: int) -> LookupMatch:
         if self._lookup is None:
             return LookupMatch([], 0)
-        self._lookup.extend(input_ids[0, self._padding + len(self._lookup) :].tolist())
+        self._lookup.extend(self._known(input_ids[0, self._padding + len(self._lookup) :]).tolist())
         return self._lookup.find(min(self.options.prompt_lookup_num_tokens, max_depth))
+
+    def _known(self, token_ids: Tensor) -> Tensor:
+        """Token ids within the vocabulary: the placeholders of an image may have others."""
+        return token_ids.clamp(0, self._vocab_size - 1)
 
     def _draft_passes(self, tree_round: StaticRound | DynamicRound, drafted: DraftedBlocks | None) -> None:
         """Runs draft passes for as long as they pay, from the blocks on that come after the committed positions."""

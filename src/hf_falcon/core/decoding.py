@@ -93,7 +93,9 @@ def assisted_decoding(
     if chains is not None:
         reason = _unsupported_chains(target, chains, input_ids, generation_config, model_kwargs)
     if reason is None and input_ids.shape[0] > 1:
-        reason = unsupported_batch_reason(target, logits_processor, stopping_criteria, generation_config, model_kwargs)
+        reason = unsupported_batch_reason(
+            target, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+        )
     if reason is not None:
         logger.warning_once(f"The assistant model is not used, plain decoding runs: {reason}.")
         output = sample(

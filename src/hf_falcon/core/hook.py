@@ -12,7 +12,7 @@ import functools
 import inspect
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -391,23 +391,36 @@ def prefill(
     return _private(model, "_prefill", "run the prompt")(input_ids, generation_config, model_kwargs, **kwargs)
 
 
+class _NoOutput(dict[str, Any]):
+    """The output of a forward that did not run yet: whatever it is asked for is `None`."""
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
 def extend_model_kwargs(
-    model: PreTrainedModel, outputs: Any, model_kwargs: dict[str, Any], new_tokens: int
+    model: PreTrainedModel, model_kwargs: Mapping[str, Any], new_tokens: int, outputs: Any = None
 ) -> dict[str, Any]:
     """
-    The arguments of a model, for a text that is some tokens longer: its mask and positions.
+    The arguments of the model as plain decoding has them some tokens later: attention mask, positions and token types
+    are longer. A model may change others in its own way.
 
     Args:
         model ([`PreTrainedModel`]): the target.
-        outputs ([`~transformers.utils.ModelOutput`]): of its last forward.
-        model_kwargs (`dict`): the arguments that `generate` prepared; they stay as they are.
+        model_kwargs (`dict`): the arguments of the model that `generate` prepared; they stay as they are.
         new_tokens (`int`): by how many tokens the text is longer.
+        outputs ([`~transformers.utils.ModelOutput`], *optional*): of the model's last forward, if one ran.
 
     Raises:
         `RuntimeError`: if transformers has no `_update_model_kwargs_for_generation`.
     """
-    update = _private(model, "_update_model_kwargs_for_generation", "prepare a step")
-    return update(outputs, dict(model_kwargs), num_new_tokens=new_tokens)
+    update = _private(model, "_update_model_kwargs_for_generation", "know what a step of plain decoding gets")
+    # transformers repeats the types of as many tokens as are new, where a step repeats that of the last one.
+    step = 1 if model_kwargs.get("token_type_ids") is not None else new_tokens
+    kwargs = dict(model_kwargs)
+    for _ in range(new_tokens // step):
+        kwargs = update(_NoOutput() if outputs is None else outputs, kwargs, num_new_tokens=step)
+    return kwargs
 
 
 def sample(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:

@@ -194,7 +194,7 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
         branches = tree_round.branches()
         if branches is not None and self._next_position is not None:
             width = branches.token_ids.shape[0]
-            known = to_device(token_ids, self._device).expand(width, -1)
+            known = to_device(self._known(token_ids), self._device).expand(width, -1)
             drafted = DraftedBlocks(
                 torch.zeros_like(branches.rows),
                 torch.cat((known, branches.token_ids[:, None]), dim=1),

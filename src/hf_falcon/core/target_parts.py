@@ -6,12 +6,13 @@ from __future__ import annotations
 import inspect
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import NoneType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
     DynamicCache,
@@ -25,7 +26,7 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
-from .hook import attention_implementation, is_stateful
+from .hook import attention_implementation, extend_model_kwargs, is_stateful
 
 FULL, SLIDING, REFERENCE_SLIDING = "full_attention", "sliding_attention", "reference_sliding_attention"
 
@@ -37,8 +38,9 @@ CACHE_NAMES = ("past_key_values", "cache_params", "state")
 
 _CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
-# Arguments of the model that `generate` prepares for a text prompt. A tree cannot shift others (images, token types).
-_KNOWN_INPUTS = {
+# Arguments of the model in a step of plain decoding that a round has of its own, or does without.
+_TEXT_INPUTS = {
+    "input_ids",
     "attention_mask",
     "inputs_embeds",
     "position_ids",
@@ -50,6 +52,9 @@ _KNOWN_INPUTS = {
     "output_hidden_states",
     "return_dict",
 }
+
+# What each token is: of shape `(batch, 1)` in a step, and the same in every step.
+_TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 
 # Processors and criteria that treat each row by itself and keep no state; by exact type, as a subclass may differ.
 _ROWWISE_PROCESSORS = {
@@ -227,10 +232,13 @@ def unsupported_reason(
         return (
             f"`attention_mask` has shape {tuple(mask.shape)}, for {past} tokens in the cache and a prompt of {tokens}"
         )
-    # A multimodal model gets an empty dict of its encoders' outputs with a text alone.
-    empty = {name for name, value in model_kwargs.items() if value is None or (isinstance(value, dict) and not value)}
-    extra = sorted(model_kwargs.keys() - empty - _KNOWN_INPUTS)
-    return f"the target was given {extra} beside its text" if extra else None
+    if streams := sorted(name for name, value in model_kwargs.items() if isinstance(value, Iterator)):
+        return f"every new token of the target takes the next part of {streams}"
+    crossing = getattr(config, "cross_attention_layers", None) or ()
+    layers = getattr(cache, "layers", ())
+    if crossing and (_extras(model_kwargs) or any(layers[place].is_initialized for place in crossing[:1])):
+        return "the target's cross-attention layers keep an image in the cache, which then cannot drop branches"
+    return None
 
 
 def chain_reason(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
@@ -263,8 +271,21 @@ def chain_reason(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mappin
     odd = {type(layer).__name__ for layer in cache.layers if type(layer) not in _CACHE_LAYERS}
     if odd:
         return f"the cache has layers of type {sorted(odd)}, which may keep more than keys and values"
-    if _moves_positions(model, input_ids, model_kwargs):
-        return "the target does not take its `position_ids` as `generate` prepares them"
+    step = first_step(model, input_ids, model_kwargs)
+    if step.get("position_ids") is None and model_kwargs.get("position_ids") is not None:
+        return "the target does not take the `position_ids` that `generate` prepares"
+    # A tree's forward can pass on what is the same in every step.
+    own = [
+        name
+        for name, value in _extras(step).items()
+        if not (isinstance(value, (int, float, str)) or name in _TOKEN_TYPES)
+        and not (isinstance(value, (Tensor, list, tuple)) and value is model_kwargs.get(name))
+    ]
+    if own:
+        return f"every new token of the target takes its own {sorted(own)}"
+    given = _extras(model_kwargs)
+    if given and rope_boundary(config)[0] is not None:
+        return f"the target was given {sorted(given)}, and its rotary frequencies depend on the context's length"
     return None
 
 
@@ -295,18 +316,37 @@ def unsupported_chain_reason(
     return None
 
 
-def _moves_positions(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> bool:
-    """Whether the model replaces or shifts the positions that `generate` prepares for a step of plain decoding."""
-    prepared = model_kwargs.get("position_ids")
-    if prepared is None:
-        return False
-    # A step has tokens, even if the prompt has none.
-    arguments = {name: value for name, value in model_kwargs.items() if name != "inputs_embeds"}
-    tokens = input_ids if input_ids.shape[1] > 0 else input_ids.new_zeros(input_ids.shape[0], 1)
-    step = model.prepare_inputs_for_generation(tokens, next_sequence_length=1, **arguments)
-    taken = step.get("position_ids")
-    # Where Phi3's frequencies change, the step is the whole text.
-    return taken is None or not torch.equal(taken[..., -1:], prepared[..., -1:])
+def first_step(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """What plain decoding passes to the model in the first step after a prompt of any kind: its arguments, by name."""
+    kwargs = extend_model_kwargs(model, model_kwargs, new_tokens=1)
+    token_ids = F.pad(input_ids, (0, 1))
+    step: dict[str, Any] = model.prepare_inputs_for_generation(token_ids, next_sequence_length=1, **kwargs)
+    return step
+
+
+def inputs_beside_text(step: Mapping[str, Any], nodes: int) -> dict[str, Any]:
+    """
+    The arguments of a round's forward beside its text, as a step of plain decoding has them.
+
+    Args:
+        step (`dict`): see [`first_step`].
+        nodes (`int`): tokens of the round.
+    """
+    return {
+        # Older versions of transformers pass the types of the whole text, which a model then reads in a prompt only.
+        name: value.expand(-1, nodes) if name in _TOKEN_TYPES and value.shape[-1] == 1 else value
+        for name, value in _extras(step).items()
+    }
+
+
+def _extras(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of a model's arguments that are no part of a text."""
+    # A multimodal model gets an empty dict of its encoders' outputs with a text alone.
+    return {
+        name: value
+        for name, value in arguments.items()
+        if name not in _TEXT_INPUTS and value is not None and not (isinstance(value, dict) and not value)
+    }
 
 
 def _is_compiled(module: nn.Module) -> bool:
@@ -343,6 +383,7 @@ def rope_boundary(config: PreTrainedConfig) -> tuple[int | None, bool]:
 
 def unsupported_batch_reason(
     model: PreTrainedModel,
+    input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
@@ -371,6 +412,8 @@ def unsupported_batch_reason(
     positions = model_kwargs.get("position_ids")
     if positions is not None and positions.dim() > 2:
         return "the batch has several rows, and the target has positions of several kinds"
+    if extras := sorted(_extras(first_step(model, input_ids, model_kwargs))):
+        return f"the batch has several rows, and every new token of the target takes {extras}"
     if model_kwargs.get("inputs_embeds") is not None:
         return "the batch has several rows and is given as `inputs_embeds`"
     outputs = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")

@@ -34,7 +34,15 @@ from .hook import attention_implementation, extend_model_kwargs, is_user_defined
 from .interfaces import target_acceleration
 from .modeling_falcon_draft import additive_mask, hide_end
 from .statistics import LayerOutputs
-from .target_parts import CACHE_NAMES, SLIDING, FeatureTap, layer_kinds, rope_boundary
+from .target_parts import (
+    CACHE_NAMES,
+    SLIDING,
+    FeatureTap,
+    first_step,
+    inputs_beside_text,
+    layer_kinds,
+    rope_boundary,
+)
 from .tree import DraftTree, chain, star, to_device
 
 # Slots for the tree of a round, if it is no larger than most.
@@ -79,8 +87,10 @@ class TargetRun:
         # Cached slots that hold padding stay hidden.
         self._hidden_slots = None if padding is None or bool(padding.all()) else ~padding[0].bool()
         self._num_hidden = 0 if self._hidden_slots is None else int(self._hidden_slots.sum())
-        # The difference between a position and its slot in the cache.
-        self._position_shift = 0
+        # The first step of plain decoding after the prompt; and the difference between a position and its slot in the
+        # cache, of shape `(1, 1)`, or `(kinds, 1, 1)` where a token has positions of several kinds.
+        self._first_step: dict[str, Any] = {}
+        self._position_shift = torch.zeros(1, 1, dtype=torch.long)
         self.layer_outputs = LayerOutputs(generation_config)
         self._outputs: Any = None
         reads_layers = bool(feature_layers or self.layer_outputs.arguments)
@@ -119,18 +129,20 @@ class TargetRun:
                 self._model_kwargs,
                 is_first_iteration=not self._generation_config.is_assistant,
             )
+        self._first_step = first_step(self.model, input_ids, self._model_kwargs)
         self._adopt(outputs.past_key_values)
         self.layer_outputs.add_step(outputs)
-        # Positions continue from the prompt's last one, which padding or the caller may have shifted.
-        positions = self._model_kwargs.get("position_ids")
-        self._position_shift = 0 if positions is None else int(positions[..., -1].max()) + 1 - self.length
+        # Positions continue from the prompt's, which padding, images or the caller may have shifted.
+        positions = self._first_step.get("position_ids")
+        if positions is not None:
+            self._position_shift = positions[..., -1:].cpu() - self.length
         return outputs.logits[:, -1], tap.take()
 
     def max_tree_depth(self) -> int | None:
         """How deep a tree may go before a node would see other rotary frequencies than plain decoding gives it."""
         if self._rope_boundary is None:
             return None
-        position = self.length + self._position_shift
+        position = self.length + int(self._position_shift.max())
         if position > self._rope_boundary and not self._rope_never_settles:
             return None
         return max(0, self._rope_boundary - 1 - position)
@@ -164,15 +176,18 @@ class TargetRun:
         tree = tree.padded(self.acceleration.padded_size(nodes))
         masks = {kind: self._mask(kind, tree, start) for kind in self._kinds}
         positions = start + self._position_shift + tree.depths
-        inputs = to_device(torch.stack((tree.token_ids, positions)), self.model.device)
+        inputs = torch.cat((tree.token_ids[None], positions.flatten(end_dim=-2)))
+        inputs = to_device(inputs, self.model.device)
         with self._tap as tap, self.acceleration.scoring(self.cache, masks.values()):
             outputs = self._outputs = self.model(
-                input_ids=inputs[:1],
+                # Positions may be floats: Qwen's with sound are.
+                input_ids=inputs[:1].long(),
                 attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],
-                position_ids=inputs[1:],
+                position_ids=inputs[1:].view(positions.shape),
                 past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
+                **inputs_beside_text(self._first_step, len(tree)),
                 **self.layer_outputs.arguments,
             )
         self._added = len(tree)
@@ -419,7 +434,7 @@ class ChainRun:
 
     def _forward(self, tokens: Tensor, added: int) -> tuple[Tensor, Tensor]:
         """Runs the last `added` tokens of a text whose others are in the cache."""
-        kwargs = extend_model_kwargs(self.model, self._outputs, self._model_kwargs, added)
+        kwargs = extend_model_kwargs(self.model, self._model_kwargs, added, self._outputs)
         kwargs[self._cache_name] = self.cache
         inputs = self.model.prepare_inputs_for_generation(
             to_device(tokens, self.model.device), next_sequence_length=added, **kwargs
@@ -437,7 +452,7 @@ class ChainRun:
         self.length += path.shape[0]
         self._tokens = self._path[:, : self._path.shape[1] - self._added + kept]
         if self._rewind.keep(self._added, kept):
-            self._model_kwargs = extend_model_kwargs(self.model, self._outputs, self._model_kwargs, kept)
+            self._model_kwargs = extend_model_kwargs(self.model, self._model_kwargs, kept, self._outputs)
             self.deferred, self._spent = 0, 0.0
         else:
             self.deferred = kept
@@ -599,10 +614,10 @@ class BatchedTargetRun:
         self._slots = [row.nonzero()[:, 0] for row in mask.cpu()]
         self._prompt_length = input_ids.shape[1]
         self._lengths = RowLengths([len(slots) for slots in self._slots], self.model.device)
-        positions = self._model_kwargs.get("position_ids")
+        positions = first_step(self.model, input_ids, self._model_kwargs).get("position_ids")
         self._offsets = torch.zeros(input_ids.shape[0], dtype=torch.long, device=self.model.device)
         if positions is not None:
-            self._offsets += positions[:, -1].to(self.model.device) + 1 - self._lengths.slots(1)[:, 0]
+            self._offsets += positions[:, -1].to(self.model.device) - self._lengths.slots(1)[:, 0]
         self.cache = outputs.past_key_values
         self._static = unfold_static(self.cache, getattr(self._config, "sliding_window", None))
         self._own_layers = self.cache.layers
