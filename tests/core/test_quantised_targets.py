@@ -13,6 +13,8 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
 from tiny_models import new_drafter, new_target, prompt, random_tokens, tiny_drafter, tiny_target
 from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
@@ -315,6 +317,40 @@ def test_bitsandbytes_8_bits(dtype, folder, drafter, warnings_given):
     pytest.importorskip("bitsandbytes", reason="an optional package")
     target = load(folder, BitsAndBytesConfig(load_in_8bit=True), dtype)
     check(target, "another result beside other rows", warnings_given, drafter=drafter)
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_gguf(rounds, monkeypatch, warnings_given):
+    """
+    GGUF left packed, with the layers of transformers and a product in place of its kernels, which need a GPU. They
+    multiply up to eight rows by another kernel than more: drafted for unless that one rounds its inputs.
+    """
+    layers = pytest.importorskip("transformers.integrations.gguf.utils", reason="from transformers 5.23 on")
+    kind = GGMLQuantizationType.Q8_0
+
+    def packed(weight):
+        return nn.Parameter(torch.from_numpy(quantize(weight.detach().numpy(), kind)), requires_grad=False)
+
+    def make(linear):
+        made = layers.GgufLinear(linear.in_features, linear.out_features, int(kind))
+        made.weight = packed(linear.weight)
+        return made
+
+    def product(weight, rows, kind, size):
+        if rounds:
+            scale = rows.abs().amax(dim=-1, keepdim=True).clamp_min(1e-9) / 127
+            rows = (rows / scale).round() * scale
+        return rows @ layers.dequantize_blocks(weight, kind, size, rows.shape[1], rows.dtype).T
+
+    monkeypatch.setattr(layers, "mul_mat_vec", product)
+    target = quantised(make, new_target(intermediate_size=64), head=True)
+    embedding = layers.GgufEmbedding(64, 32, int(kind))
+    embedding.weight = packed(target.get_input_embeddings().weight)
+    target.set_input_embeddings(embedding)
+    check(target, "another result beside other rows" if rounds else None, warnings_given)
+    if not rounds:
+        check(target, rows=3)
+        assert "cannot be compared" in warnings_given()[0]
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -141,6 +141,7 @@ def head_parameters(target: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
     return weight.to_dense(), bias
 
 
+@torch.inference_mode(False)
 @torch.no_grad()
 def _dequantise(head: Any, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """
@@ -243,7 +244,7 @@ def weights_difference(drafter: Any, target: PreTrainedModel) -> str | None:
                 "was trained for."
             )
         if actual == expected:
-            return f"The target is a quantised copy of {trained} that the drafter was trained for."
+            return f"The target is a quantised copy of {trained}, which the drafter was trained for."
     return f"The target's weights are not those of {trained} that the drafter was trained for."
 
 
