@@ -210,6 +210,8 @@ def test_a_copy_of_the_same_name(eagle3, scaled, monkeypatch):
     assert "another copy of the same name" in diagnosis.check_weights(case).evidence
     monkeypatch.setattr(scaled.config, "quantization_config", {"quant_method": "awq"}, raising=False)
     assert "a quantised copy (awq)" in diagnosis.check_weights(case).evidence
+    monkeypatch.setattr(eagle3.config, "target_embedding_fingerprint", "0" * 16, raising=False)
+    assert "another model, quantised (awq)" in diagnosis.check_weights(case).evidence
 
 
 def test_weights_that_are_not_known(falcon, monkeypatch):

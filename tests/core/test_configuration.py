@@ -6,6 +6,7 @@ from tiny_models import HIDDEN, VOCAB, new_target
 from transformers import AutoConfig, LlamaConfig
 
 from hf_falcon import FalconDraftConfig
+from hf_falcon.core.checkpoint_files import embedding_fingerprint
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,8 @@ def test_config_from_target():
     assert (config.bos_token_id, config.eos_token_id, config.pad_token_id) == (1, 2, 0)
     assert config.target_model_type == "llama" and len(config.target_fingerprint) == 16
     assert FalconDraftConfig.from_target(target.config).target_fingerprint is None
+    assert config.target_embedding_fingerprint == embedding_fingerprint(target) is not None
+    assert FalconDraftConfig.from_target(target.config).target_embedding_fingerprint is None
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ def drafter_folder(saved, tmp_path):
         ("logit_softcapping", 0),
         ("initializer_range", None),
         ("target_fingerprint", {"a": 1}),
+        ("target_embedding_fingerprint", ["a"]),
         ("weights_sha256", {"../../somewhere/model.safetensors": "0"}),
         ("weights_sha256", {"model.bin": "0"}),
         ("weights_sha256", [1]),

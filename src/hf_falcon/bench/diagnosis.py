@@ -18,7 +18,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from ..core.candidate_generator import FalconCandidateGenerator
-from ..core.checkpoint_files import weights_fingerprint
+from ..core.checkpoint_files import embedding_fingerprint, weights_fingerprint
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
 from ..core.modeling_falcon_draft import FalconDraftNetwork
@@ -341,7 +341,8 @@ def check_weights(case: Case, reference: Reference | None = None) -> Finding | N
         return None
     trained, method = config.target_name_or_path, quantization(target)
     if method is not None:
-        kind = f"a quantised copy ({method})"
+        embeddings = {getattr(config, "target_embedding_fingerprint", None), embedding_fingerprint(target)}
+        kind = f"{'another model, quantised' if len(embeddings - {None}) == 2 else 'a quantised copy'} ({method})"
     elif trained is not None and _last_part(trained) == _last_part(target.name_or_path):
         kind = "another copy of the same name, perhaps quantised, converted from a quantised one, or a later revision"
     else:

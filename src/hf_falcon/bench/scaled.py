@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..core.checkpoint_files import weights_fingerprint
+from ..core.checkpoint_files import embedding_fingerprint, weights_fingerprint
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import DraftModel, FalconDraftModel
 from .medusa import MedusaLikeModel
@@ -111,6 +111,7 @@ def scaled_drafter(drafter: DraftModel, target: PreTrainedModel) -> FalconDraftM
         setattr(new, name, value)
     new.rms_norm_eps = config.rms_norm_eps * config.hidden_size / shape.hidden_size
     new.target_fingerprint = weights_fingerprint(target)
+    new.target_embedding_fingerprint = embedding_fingerprint(target)
     with torch.device("meta"):
         large = type(drafter)(new).to(drafter.dtype)
     _check_memory(large, drafter.device)

@@ -451,8 +451,24 @@ def weights_fingerprint(model: PreTrainedModel) -> str | None:
     """
     matrices = [p for p in model.parameters() if p.dim() == 2]
     stride = max(1, len(matrices) // _FINGERPRINT_TENSORS)
+    return _fingerprint(matrices[::stride])
+
+
+def embedding_fingerprint(model: PreTrainedModel) -> str | None:
+    """
+    [`weights_fingerprint`] of a model's token embedding alone, which most methods of quantisation leave as it is: a
+    quantised copy then has the embedding of its original.
+
+    Returns:
+        `str` or `None`: the hash; `None` if the embedding cannot be compared (quantised, float16, on the meta device).
+    """
+    weight: Any = getattr(model.get_input_embeddings(), "weight", None)
+    return _fingerprint([weight]) if getattr(weight, "dtype", None) in _FINGERPRINT_DTYPES else None
+
+
+def _fingerprint(matrices: Iterable[torch.Tensor]) -> str | None:
     samples = []
-    for matrix in matrices[::stride]:
+    for matrix in matrices:
         if matrix.device.type == "meta" or matrix.dtype == torch.float16:
             return None
         values = _some_values(matrix)
@@ -468,7 +484,13 @@ def weights_fingerprint(model: PreTrainedModel) -> str | None:
 def _some_values(matrix: torch.Tensor) -> torch.Tensor:
     # A packed weight keeps these values, because it must be unpacked as a whole to read any of them.
     own = getattr(matrix, "some_values", None)
-    return some_values(matrix) if own is None else own
+    if own is not None:
+        return own
+    if hasattr(matrix, "__tensor_flatten__"):
+        # The codes and scales of a quantised weight.
+        parts, _ = matrix.__tensor_flatten__()
+        return torch.cat([_some_values(getattr(matrix, part)).float() for part in parts])
+    return some_values(matrix)
 
 
 def some_values(matrix: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import ACT2FN
 
-from .checkpoint_files import LOADING, are_digests, read_object, reading, weights_fingerprint
+from .checkpoint_files import LOADING, are_digests, embedding_fingerprint, read_object, reading, weights_fingerprint
 
 # The version of the format of config.json and the weights. It increases when older code would misread newer files.
 FORMAT = 1
@@ -129,6 +129,8 @@ class FalconDraftConfig(PreTrainedConfig):
             Name of that target.
         target_fingerprint (`str`, *optional*):
             [`weights_fingerprint`] of that target.
+        target_embedding_fingerprint (`str`, *optional*):
+            [`embedding_fingerprint`] of that target, which a quantised copy shares.
         weights_sha256 (`dict[str, str]`, *optional*):
             The sha256 of each weight file, by its name. [`FalconDraftModel.save_pretrained`] writes it. Other weight
             files are not loaded.
@@ -170,6 +172,7 @@ class FalconDraftConfig(PreTrainedConfig):
         target_model_type: str | None = None,
         target_name_or_path: str | None = None,
         target_fingerprint: str | None = None,
+        target_embedding_fingerprint: str | None = None,
         weights_sha256: dict[str, str] | None = None,
         draft_format: int = FORMAT,
         **kwargs: Any,
@@ -203,6 +206,7 @@ class FalconDraftConfig(PreTrainedConfig):
         self.target_model_type = target_model_type
         self.target_name_or_path = target_name_or_path
         self.target_fingerprint = target_fingerprint
+        self.target_embedding_fingerprint = target_embedding_fingerprint
         self.weights_sha256 = {} if weights_sha256 is None else weights_sha256
         self.draft_format = draft_format
         self._validate_sizes(head_dim)
@@ -265,7 +269,12 @@ class FalconDraftConfig(PreTrainedConfig):
                 raise ValueError(f"`{field}` is {_shown(value)}: set it to a {'positive ' * positive}finite number.")
             # An integer can be too large for a tensor.
             setattr(self, field, float(value))
-        for field in ("target_model_type", "target_name_or_path", "target_fingerprint"):
+        for field in (
+            "target_model_type",
+            "target_name_or_path",
+            "target_fingerprint",
+            "target_embedding_fingerprint",
+        ):
             value = getattr(self, field)
             # Messages have these texts in them.
             if value is not None and not (isinstance(value, str) and value.isprintable()):
@@ -327,14 +336,14 @@ class FalconDraftConfig(PreTrainedConfig):
     @classmethod
     def from_target(cls, target: PreTrainedConfig | PreTrainedModel, **overrides: Any) -> FalconDraftConfig:
         """
-        The configuration of a drafter for `target`: its vocabulary, special tokens, sizes, name and fingerprint.
+        The configuration of a drafter for `target`: its vocabulary, special tokens, sizes, name and fingerprints.
 
         The drafter of a large target should take little memory and time. Its MLPs are therefore at most as wide as
         2,048 or the hidden size, whichever is more, and it has at most 8 key and value heads.
 
         Args:
             target ([`PreTrainedModel`] or [`PreTrainedConfig`]):
-                The target model, or its configuration alone. Only the model gives the fingerprint of the weights.
+                The target model, or its configuration alone. Only the model gives fingerprints of the weights.
             overrides:
                 Fields of [`FalconDraftConfig`] with other values, for example `block_size`.
 
@@ -342,7 +351,6 @@ class FalconDraftConfig(PreTrainedConfig):
             [`FalconDraftConfig`]: the configuration of a new, untrained drafter.
         """
         config = target if isinstance(target, PreTrainedConfig) else target.config
-        fingerprint = None if isinstance(target, PreTrainedConfig) else weights_fingerprint(target)
         text_config = config.get_text_config(decoder=True)
         # Only sizes under Llama's names are copied. Targets with other names (GPT-2, OPT) get the usual sizes.
         hidden_size = text_config.hidden_size
@@ -376,14 +384,17 @@ class FalconDraftConfig(PreTrainedConfig):
             "pad_token_id": copy.copy(_field(text_config, "pad_token_id")),
             "target_model_type": text_config.model_type,
             "target_name_or_path": config.name_or_path or None,
-            "target_fingerprint": fingerprint,
         }
+        if isinstance(target, PreTrainedModel):
+            fields["target_fingerprint"] = weights_fingerprint(target)
+            fields["target_embedding_fingerprint"] = embedding_fingerprint(target)
         return cls(**{**fields, **overrides})
 
     def name_target(self, target: PreTrainedModel) -> None:
-        """Takes the name and the fingerprint of `target`, which the drafter has been trained for."""
+        """Takes the name and the fingerprints of `target`, which the drafter has been trained for."""
         self.target_name_or_path = target.name_or_path or None
         self.target_fingerprint = weights_fingerprint(target)
+        self.target_embedding_fingerprint = embedding_fingerprint(target)
 
 
 def logit_processing(config: PreTrainedConfig) -> tuple[float, float | None]:

@@ -23,7 +23,7 @@ from transformers.utils import logging
 from .candidate_generator import FalconCandidateGenerator, limited_options
 from .costs import CostKey, costs_of
 from .draft_options import DraftOptions, set_by_call
-from .draft_session import was_trained_for
+from .draft_session import weights_difference
 from .hook import is_user_defined, sample
 from .interfaces import Drafter
 from .policy import AdaptivePolicy, DraftPolicy, PlainPolicy, acceptance_stats_of
@@ -385,13 +385,11 @@ def _warn_of_unused_fields(generation_config: GenerationConfig) -> None:
 
 def _warn_of_other_weights(drafter: Drafter, target: PreTrainedModel) -> None:
     stats = acceptance_stats_of(drafter, target)
-    if stats.is_fit is None:
-        stats.is_fit = was_trained_for(drafter, target)
-    if not stats.is_fit:
-        logger.warning_once(
-            f"The target's weights are not those of {drafter.config.target_name_or_path or 'the model'} that the "
-            "drafter was trained for. The output is exact all the same; fewer draft tokens may be accepted."
-        )
+    if stats.is_compared:
+        return
+    stats.is_compared = True
+    if (difference := weights_difference(drafter, target)) is not None:
+        logger.warning_once(f"{difference} The output is exact all the same; fewer draft tokens may be accepted.")
 
 
 def _output(

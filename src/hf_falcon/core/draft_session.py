@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import weakref
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -17,16 +18,21 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .caches import STATIC_SLOTS, DraftCache
-from .checkpoint_files import weights_fingerprint
+from .checkpoint_files import embedding_fingerprint, weights_fingerprint
 from .configuration_falcon_draft import logit_processing
 from .interfaces import DraftedBlocks, DrafterAcceleration
 from .modeling_falcon_draft import LSTMState, additive_mask, hide_end
+from .target_parts import is_quantised, quantised_layers
 from .tree import to_device
 
 # Rows of one drafter forward. Masks are rows * context, so a long pause of drafting costs no quadratic memory.
 _PREFILL_ROWS = 512
 # Rows of a commit after a round, at most, or few more: their tables are kept.
 _ROWS_OF_A_ROUND = 16
+# Rows of the identity that a quantised head multiplies at once.
+_IDENTITY_ROWS = 256
+# Weight and bias of each quantised head as ordinary tensors.
+_dequantised: weakref.WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor | None]] = weakref.WeakKeyDictionary()
 
 
 class TargetHead:
@@ -47,13 +53,13 @@ class TargetHead:
     def __init__(self, drafter: Any, target: PreTrainedModel, dtype: torch.dtype | None = None):
         drafter.check_target(target)
         config = drafter.config
-        self._output: Any = target.get_output_embeddings()
+        self._target = target
         self._embedding = target.get_input_embeddings()
         # The drafter may still move: its device is read when it is needed.
         self._example = drafter.norm.weight
         self._dtype = dtype or self._example.dtype
         self._known_ids = None if config.draft_vocab_size is None else drafter.draft_vocab_ids
-        self.draft_vocab_size: int = config.draft_vocab_size or self._output.weight.shape[0]
+        self.draft_vocab_size: int = config.draft_vocab_size or _sizes_of(target.get_output_embeddings())[0]
         scale, softcap = logit_processing(target.config)
         # What a Falcon drafter was trained with is in its own configuration.
         self._scale: float = getattr(config, "logit_scale", scale)
@@ -62,7 +68,7 @@ class TargetHead:
     @cached_property
     def linear(self) -> nn.Linear:
         """The LM head as a linear layer. It is made at its first use, because not all calls draft."""
-        weight, bias = _parameters_of(self._output)
+        weight, bias = head_parameters(self._target)
         if self._known_ids is not None:
             rows = self._known_ids.to(weight.device)
             weight, bias = weight[rows], None if bias is None else bias[rows]
@@ -118,8 +124,14 @@ def embed(embedding: Any, token_ids: Tensor, device: torch.device) -> Tensor:
     return embeds.to(device)
 
 
-def _parameters_of(output: Any) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of an LM head as ordinary tensors, also if it is packed, or offloaded by accelerate."""
+def head_parameters(target: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
+    """
+    Weight and bias of a target's LM head as ordinary tensors, also if it is packed, quantised, or offloaded by
+    accelerate.
+    """
+    output: Any = target.get_output_embeddings()
+    if is_quantised(output):
+        return _dequantise(output, target.dtype, target.device)
     weight, bias = output.weight, getattr(output, "bias", None)
     hook = getattr(output, "_hf_hook", None)
     if weight.is_meta and hook is not None:
@@ -127,6 +139,30 @@ def _parameters_of(output: Any) -> tuple[Tensor, Tensor | None]:
         weight, bias = output.weight.detach(), getattr(output, "bias", None)
         hook.post_forward(output, None)
     return weight.to_dense(), bias
+
+
+@torch.inference_mode(False)
+@torch.no_grad()
+def _dequantise(head: Any, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
+    """
+    Weight and bias of a quantised LM head, whatever its format: its products with the identity give them. They are
+    computed once.
+
+    Args:
+        head (`torch.nn.Module`): the head.
+        dtype, device: of its inputs.
+    """
+    if head not in _dequantised:
+        identity = torch.eye(head.in_features, dtype=dtype, device=device)
+        bias = (head(identity[None, :1]) + head(-identity[None, :1]))[0, 0] / 2
+        columns = [head(rows[None])[0] - bias for rows in identity.split(_IDENTITY_ROWS)]
+        _dequantised[head] = torch.cat(columns).T.contiguous(), bias if bias.any() else None
+    return _dequantised[head]
+
+
+def _sizes_of(head: Any) -> tuple[int, int]:
+    """Outputs and inputs of an LM head. The weight of a quantised one may have another shape."""
+    return (head.out_features, head.in_features) if is_quantised(head) else tuple(head.weight.shape)
 
 
 def check_target(drafter: Any, target: PreTrainedModel) -> None:
@@ -143,7 +179,7 @@ def check_target(drafter: Any, target: PreTrainedModel) -> None:
     config = drafter.config
     text_config = target.config.get_text_config(decoder=True)
     output = target.get_output_embeddings()
-    if output is None or not hasattr(output, "weight"):
+    if output is None or not (hasattr(output, "weight") or is_quantised(output)):
         raise ValueError(
             f"{type(target).__name__} has no LM head for a drafter to use (`get_output_embeddings()` is "
             f"{type(output).__name__}): use a causal language model whose head is a linear layer."
@@ -153,7 +189,7 @@ def check_target(drafter: Any, target: PreTrainedModel) -> None:
     found = {
         "target_model_type": text_config.model_type,
         "vocab_size": text_config.vocab_size,
-        width: output.weight.shape[-1],
+        width: _sizes_of(output)[1],
     }
     for field, value in found.items():
         expected = getattr(config, field, None)
@@ -171,7 +207,9 @@ def check_embedding(drafter: Any, target: PreTrainedModel) -> None:
     Raises:
         `ValueError`: if the embedding has another width than the drafter.
     """
-    width, expected = target.get_input_embeddings().weight.shape[-1], drafter.config.hidden_size
+    embedding: Any = target.get_input_embeddings()
+    width = getattr(embedding, "embedding_dim", None) or embedding.weight.shape[-1]
+    expected = drafter.config.hidden_size
     if width != expected:
         raise ValueError(
             f"The target's embedding is {width} wide and its last hidden state {expected}: a drafter needs both to be "
@@ -184,6 +222,30 @@ def was_trained_for(drafter: Any, target: PreTrainedModel) -> bool:
     expected = drafter.config.target_fingerprint
     actual = weights_fingerprint(target) if expected is not None else None
     return expected is None or actual is None or actual == expected
+
+
+def weights_difference(drafter: Any, target: PreTrainedModel) -> str | None:
+    """
+    A sentence that says how the target's weights differ from those that the drafter was trained for.
+
+    Returns:
+        `str`, or `None` if they do not differ; see [`was_trained_for`].
+    """
+    if was_trained_for(drafter, target):
+        return None
+    trained = drafter.config.target_name_or_path or "the model"
+    if any(quantised_layers(target)):
+        # Drafters of other methods, and those that were saved earlier, do not have it.
+        expected = getattr(drafter.config, "target_embedding_fingerprint", None)
+        actual = embedding_fingerprint(target)
+        if expected is None or actual is None:
+            return (
+                f"The target is quantised, so its weights cannot be compared with those of {trained} that the drafter "
+                "was trained for."
+            )
+        if actual == expected:
+            return f"The target is a quantised copy of {trained}, which the drafter was trained for."
+    return f"The target's weights are not those of {trained} that the drafter was trained for."
 
 
 class RowTable(NamedTuple):

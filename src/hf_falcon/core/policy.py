@@ -97,9 +97,9 @@ class AcceptanceStats:
         # Drafted rounds since one had a second pass.
         self.single_passes = 0
         self.costs: dict[CostKey, Costs] = {}
-        # Whether the drafter was trained for the target's weights; `None` until the first call compares them. Weights
-        # that are changed later give no warning, and exact outputs as ever.
-        self.is_fit: bool | None = None
+        # Whether the target's weights were compared with those that the drafter was trained for: the first call does.
+        # Weights that are changed later give no warning, and exact outputs as ever.
+        self.is_compared = False
         self._others: dict[tuple[int, bool, tuple[int, ...]], AcceptanceStats] = {}
 
     def under(self, key: CostKey) -> AcceptanceStats:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import math
 import threading
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import NoneType
@@ -89,6 +90,9 @@ _ROWWISE_CRITERIA = {
     generation.MaxTimeCriteria,
     generation.StopStringCriteria,
 }
+
+# What quantised layers do to their inputs; see `_effect_of_quantisation`.
+_effects: weakref.WeakKeyDictionary[nn.Module, str | None] = weakref.WeakKeyDictionary()
 
 
 class FeatureTap:
@@ -217,10 +221,8 @@ def unsupported_reason(
         return "the target's embedding is offloaded, so its device is unknown"
     if any(_is_compiled(module) for module in (model, decoder_of(model))):
         return "the target is compiled by `torch.compile`, which hides its features"
-    if any(isinstance(module, torch.ao.nn.quantized.dynamic.Linear) for module in model.modules()):
-        return (
-            "the target's linear layers quantise all rows of a forward by one scale, so that each changes the others"
-        )
+    if (reason := _quantisation_reason(model)) is not None:
+        return reason
     if not any(name in inspect.signature(model.forward).parameters for name in CACHE_NAMES):
         return f"the target takes no `{CACHE_NAMES[0]}`"
     if not isinstance(cache, (DynamicCache, StaticCache, NoneType)) or getattr(cache, "offloading", False):
@@ -347,6 +349,67 @@ def _extras(arguments: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in arguments.items()
         if name not in _TEXT_INPUTS and value is not None and not (isinstance(value, dict) and not value)
     }
+
+
+def quantised_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The names and the linear layers of a model whose weights are quantised, by any library."""
+    return ((name, module) for name, module in model.named_modules() if is_quantised(module))
+
+
+def is_quantised(layer: nn.Module) -> bool:
+    """Whether a layer is linear, and its weight is not an ordinary matrix of numbers of 16 bits or more."""
+    weight = getattr(layer, "weight", None)
+    if not isinstance(getattr(layer, "in_features", None), int):
+        return False
+    # Quantised weights are integers, subclasses of tensors, or tensors under other names. torch's own subclasses are
+    # of layers that are spread over devices.
+    is_own = hasattr(weight, "__tensor_flatten__") and not type(weight).__module__.startswith("torch.")
+    return not isinstance(weight, Tensor) or is_own or not weight.is_floating_point() or weight.itemsize < 2
+
+
+def _quantisation_reason(model: PreTrainedModel) -> str | None:
+    """The reason why quantised layers rule trees out, if they do; see [`unsupported_reason`]."""
+    # Layers of the same kind and name are quantised alike.
+    kinds = {
+        (type(layer), type(getattr(layer, "weight", None)), name.rpartition(".")[2]): layer
+        for name, layer in quantised_layers(model)
+    }
+    for layer in kinds.values():
+        if layer not in _effects:
+            _effects[layer] = _effect_of_quantisation(layer, model.device, model.dtype)
+        if _effects[layer] is not None:
+            return f"the target's quantised layers ({type(layer).__name__}) {_effects[layer]}"
+    return None
+
+
+@torch.no_grad()
+def _effect_of_quantisation(layer: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What a quantised layer does to its inputs that rules trees out, found by running it on a few rows."""
+    large = torch.zeros((1, 1, layer.in_features), dtype=dtype, device=device)
+    large[..., ::32] = 4
+    others = (large == 0).to(dtype)
+
+    def output(row: Tensor, crowd: Tensor | None = None) -> Tensor:
+        rows = row if crowd is None else torch.cat((row, crowd.expand(1, 15, -1)), dim=1)
+        return layer(rows)[0, 0].float()
+
+    def contribution(row: Tensor) -> Tensor:
+        # No layer has to take zeros, which have no scale.
+        return (output(row) - output(-row)).norm() / 2
+
+    # All rows share a scale (dynamic int8), a large value in any row exempts its column from quantisation (LLM.int8,
+    # above 6), or many rows run another kernel than few. In `row`, a scale of its own loses the values below half of
+    # the step that 8 bits have beside the large ones.
+    below_half = others * (0.45 * 4 / 127)
+    row = large + below_half
+    if not (output(row, torch.full_like(row, 1e4)) - output(row)).norm() <= contribution(below_half) / 2:
+        return "give a row another result beside other rows"
+    # Every row has a scale of its own. Differences within rounding then move inputs to the next of 256 values or less,
+    # and tokens differ much more often than they do by rounding: in float32 as well as in bfloat16.
+    nudge = others / 128
+    if not (output(large + others + nudge) - output(large + others)).norm() >= contribution(nudge) / 2:
+        return "round their inputs to 8 bits, so that tokens would often differ from plain decoding's"
+    return None
 
 
 def _is_compiled(module: nn.Module) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from ..core.draft_session import embed
+from ..core.draft_session import embed, head_parameters
 from ..core.drafter import FalconDraftModel
 from ..core.modeling_falcon_draft import additive_mask, relaxed_causal_mask
 from ..core.target_parts import decoder_of
@@ -120,7 +120,7 @@ def start_eagle3(drafter: Eagle3DraftModel, target: PreTrainedModel, data: Token
     scale = features.square().mean(dim=0).sqrt().clamp_min(1e-4)
     drafter.fc.weight.copy_(_least_squares([(hidden, features / scale)], _EAGLE3_RIDGE).T)
     drafter.norm.weight.copy_(_SHARE_OF_SCALE * scale)
-    head = target.get_output_embeddings().weight.detach()
+    head = head_parameters(target)[0].detach()
     ids = drafter.draft_vocab_ids
     drafter.lm_head.weight.copy_(head if ids is None else head[ids.to(head.device)])
 
