@@ -19,6 +19,7 @@ KNOWN = {
     "mixtral": TREES,
     "mllama": TREES,
     "opt": TREES,
+    "paligemma": TREES,
     "phi": TREES,
     "phi3": TREES,
     "qwen2_vl": TREES,
@@ -31,7 +32,6 @@ KNOWN = {
     "jamba": PLAIN,
     "llama4_text": PLAIN,
     "mamba": PLAIN,
-    "paligemma": PLAIN,
 }
 
 
