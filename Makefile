@@ -66,7 +66,7 @@ docs: $(VENV)/.ready  ## Build the documentation site in site/; a broken link is
 	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
 
 compatibility: $(VENV)/.ready  ## Write tests/COMPATIBILITY.md: which decoders of transformers are drafted for
-	$(VENV)/bin/python tests/support/compatibility.py
+	$(VENV)/bin/python tests/support/compatibility_page.py
 
 setup: $(VENV)/.ready  ## Only make the environment
 

@@ -1,23 +1,23 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-What becomes of each decoder of the installed transformers with a drafter; `python tests/support/compatibility.py`
-writes tests/COMPATIBILITY.md.
+What becomes of each decoder of the installed transformers with a drafter: of a text, a batch, and a quantised target.
+`python tests/support/compatibility.py llama ...` prints it.
 """
 
 import argparse
+import copy
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
-import transformers
+import torch.nn.functional as F
 from oracle import use_batch_oracle, use_oracle
 from shrunken import VOCAB, tiny_model
 from tiny_models import SAME_EVERY_ROUND
+from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -26,15 +26,15 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from hf_falcon import FalconDraftConfig, FalconDraftModel
+from hf_falcon.core import decoding
 
-TABLE = Path(__file__).parents[1] / "COMPATIBILITY.md"
 DECODERS = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MULTIMODAL = {
     model_type: name if isinstance(name, str) else name[0]
     for model_type, name in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.items()
     if model_type not in DECODERS
 }
-TREES, PLAIN, REFUSED, UNTRIED = "trees", "plain", "refused", "not tried"
+TREES, CHAINS, PLAIN, REFUSED, UNTRIED = "trees", "chains", "plain", "refused", "not tried"
 _PROMPT_LENGTH, _NEW_TOKENS, _PADDING = 11, 24, 3
 # Arguments that have a value for each token, in their second dimension.
 _OF_TOKENS = {"input_ids", "token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
@@ -44,12 +44,22 @@ Prompt = dict[str, torch.Tensor]
 
 
 class Row(NamedTuple):
-    """What was seen of one model type."""
+    """
+    What was seen of one model type.
+
+    Args:
+        model_type, class_name (`str`): the model.
+        result (`str`): what becomes of a single prompt.
+        remark (`str`): why, where it is not verified in trees.
+        batch, quantised (`str`): what becomes of two prompts, and of a prompt with quantised linear layers.
+    """
 
     model_type: str
     class_name: str
     result: str
     remark: str = ""
+    batch: str = ""
+    quantised: str = ""
 
 
 class WrongTextError(AssertionError):
@@ -101,37 +111,56 @@ def make_lively(model: PreTrainedModel, prompt: Prompt) -> None:
     raise ArithmeticError("plain `generate` repeats a few tokens, with any weights tried")
 
 
-def compare(model: PreTrainedModel, prompt: Prompt) -> tuple[str, str]:
-    """Result and remark, of a greedy text and of a sample after a padded prompt."""
+def compare(model: PreTrainedModel, prompt: Prompt) -> tuple[str, str, str, str]:
+    """
+    Result and remark, of a greedy text and of a sample after a padded prompt; and the results of a batch, and of the
+    model with quantised linear layers.
+    """
     config = FalconDraftConfig.from_target(model, block_size=2, num_hidden_layers=1, num_lstm_layers=0)
     drafter = FalconDraftModel(config).eval()
     for option, value in {**SAME_EVERY_ROUND, "assistant_confidence_threshold": 0.0}.items():
         setattr(drafter.generation_config, option, value)
-    found = set()
-    for given, do_sample in ((prompt, False), (padded(prompt), True)):
-        expected = _generate(model, given, do_sample=do_sample)
-        with pytest.MonkeyPatch.context() as patch, _warnings() as warnings:
-            use_oracle(patch, expected.sequences, accuracy=0.8, scattered=True)
-            try:
-                output = _generate(model, given, do_sample=do_sample, assistant_model=drafter)
-            except ValueError as error:
-                return REFUSED, first_line(error)
-        if output.sequences.tolist() != expected.sequences.tolist():
-            raise WrongTextError(f"{expected.sequences.tolist()} became {output.sequences.tolist()}")
-        for ours, theirs in zip(output.logits, expected.logits):
-            torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
-        statistics = getattr(output, "draft_statistics", None)
-        if statistics is None:
-            if not warnings:
-                raise WrongTextError("plain decoding ran, and no warning says why")
-            found.add((PLAIN, warnings[0].split("plain decoding runs: ")[1].rstrip(".")))
-        elif not statistics.accepted_tokens:
-            raise WrongTextError("no draft token was accepted, of which most are right")
-        else:
-            found.add((TREES, ""))
-    _compare_batch(model, prompt, drafter)
+    try:
+        found = {_compare_row(model, prompt, drafter), _compare_row(model, padded(prompt), drafter, do_sample=True)}
+    except ValueError as error:
+        return REFUSED, first_line(error), "", ""
     (result,) = found
-    return result
+    return *result, _compare_batch(model, prompt, drafter), _compare_quantised(model, prompt, drafter)
+
+
+def _compare_row(
+    model: PreTrainedModel, prompt: Prompt, drafter: FalconDraftModel, do_sample: bool = False
+) -> tuple[str, str]:
+    expected = _generate(model, prompt, do_sample=do_sample)
+    chains = []
+    with pytest.MonkeyPatch.context() as patch, _warnings() as warnings:
+        use_oracle(patch, expected.sequences, accuracy=0.8, scattered=True)
+        run_of_chains = decoding.ChainRun
+        patch.setattr(decoding, "ChainRun", _recorded(run_of_chains, chains))
+        output = _generate(model, prompt, do_sample=do_sample, assistant_model=drafter)
+    if output.sequences.tolist() != expected.sequences.tolist():
+        raise WrongTextError(f"{expected.sequences.tolist()} became {output.sequences.tolist()}")
+    for ours, theirs in zip(output.logits, expected.logits):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+    statistics = getattr(output, "draft_statistics", None)
+    if statistics is None:
+        if not warnings:
+            raise WrongTextError("plain decoding ran, and no warning says why")
+        return PLAIN, warnings[0].split("plain decoding runs: ")[1].rstrip(".")
+    if not statistics.accepted_tokens:
+        raise WrongTextError("no draft token was accepted, of which most are right")
+    return (CHAINS, decoding.chain_reason(*chains[0])) if chains else (TREES, "")
+
+
+def _recorded(run: type, arguments: list[Any]) -> type:
+    """A kind of run that keeps the target, the prompt and the model's arguments of each call."""
+
+    class Recorded(run):
+        def __init__(self, model, input_ids, generation_config, model_kwargs, *more):
+            arguments.append((model, input_ids, dict(model_kwargs)))
+            super().__init__(model, input_ids, generation_config, model_kwargs, *more)
+
+    return Recorded
 
 
 def padded(prompt: Prompt) -> Prompt:
@@ -142,7 +171,7 @@ def padded(prompt: Prompt) -> Prompt:
     }
 
 
-def _compare_batch(model: PreTrainedModel, prompt: Prompt, drafter: FalconDraftModel) -> None:
+def _compare_batch(model: PreTrainedModel, prompt: Prompt, drafter: FalconDraftModel) -> str:
     """
     Two rows, one of them padded, the other longer.
 
@@ -158,12 +187,40 @@ def _compare_batch(model: PreTrainedModel, prompt: Prompt, drafter: FalconDraftM
         if len(prompt) == 1:
             raise
         # Images of several rows may be given in another shape.
-        return
+        return UNTRIED
     with pytest.MonkeyPatch.context() as patch:
         use_batch_oracle(patch, expected, (_PADDING, 0), (0.8, 0.5))
-        output = _generate(model, rows, assistant_model=drafter, output_logits=False).sequences
+        output = _generate(model, rows, assistant_model=drafter, output_logits=False)
+    output, statistics = output.sequences, getattr(output, "draft_statistics", None)
     if output.tolist() != expected.tolist():
         raise WrongTextError(f"of a batch, {expected.tolist()} became {output.tolist()}")
+    return PLAIN if statistics is None else TREES
+
+
+class Int8Linear(nn.Module):
+    """A linear layer of which the weight alone is quantised."""
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        self.scale = linear.weight.detach().abs().max() / 127
+        self.weight = nn.Parameter((linear.weight.detach() / self.scale).round().to(torch.int8), requires_grad=False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return F.linear(rows, self.weight.to(rows.dtype) * self.scale, self.bias)
+
+
+def _compare_quantised(model: PreTrainedModel, prompt: Prompt, drafter: FalconDraftModel) -> str:
+    quantised = copy.deepcopy(model)
+    linear = [name for name, module in quantised.named_modules() if type(module) is nn.Linear]
+    for name in linear:
+        quantised.set_submodule(name, Int8Linear(quantised.get_submodule(name)))
+    try:
+        _generate(quantised, prompt)
+    # Code of the model that reads a weight itself.
+    except (RuntimeError, TypeError, AttributeError):
+        return UNTRIED
+    return _compare_row(quantised, prompt, drafter)[0] if linear else UNTRIED
 
 
 def _generate(model: PreTrainedModel, prompt: Prompt, do_sample: bool = False, **kwargs: object):
@@ -202,61 +259,13 @@ def first_line(error: Exception) -> str:
     return text if len(text) < 160 else f"{text[:157]}..."
 
 
-_INTRODUCTION = """# Compatibility
-
-What becomes of `target.generate(..., assistant_model=drafter)` for each decoder of transformers {version}, tried with
-tiny random weights in float32; `make compatibility` writes this page.
-
-- **trees**: drafted, and tokens and logits are those of plain `generate`
-- **plain**: plain decoding runs, with a warning that says why
-- **refused**: an error says why, before anything is generated
-- **not tried**: transformers could not make or run a small one of it without further packages or inputs
-
-| result | {columns} |
-| --- |{rules}
-{counts}
-"""
-
-
-def table(rows: Iterable[Row]) -> str:
-    """The page, as Markdown."""
-    rows = list(rows)
-    parts = {
-        "decoders": [row for row in rows if row.model_type in DECODERS],
-        "with images, text alone": [row for row in rows if row.model_type in MULTIMODAL],
-    }
-    counts = {title: Counter(row.result for row in part) for title, part in parts.items()}
-    text = _INTRODUCTION.format(
-        version=transformers.__version__,
-        columns=" | ".join(parts),
-        rules=" --- |" * len(parts),
-        counts="\n".join(
-            f"| {result} | " + " | ".join(str(count[result]) for count in counts.values()) + " |"
-            for result in (TREES, PLAIN, REFUSED, UNTRIED)
-        ),
-    )
-    for title, part in parts.items():
-        text += (
-            f"\n## {title[0].upper()}{title[1:]}\n\n| model type | class | result | why |\n| --- | --- | --- | --- |\n"
-        )
-        for row in part:
-            remark = row.remark.replace("|", "\\|")
-            text += f"| {row.model_type} | {row.class_name} | {row.result} | {remark} |\n"
-    return text
-
-
 def main() -> None:
-    """Classifies all of them, or the model types that are given, and writes the page, or prints what was found."""
+    """Classifies the model types that are given, and prints what was found."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model_types", nargs="*", help="only these; nothing is written")
-    names = parser.parse_args().model_types
+    parser.add_argument("model_types", nargs="+")
     transformers_logging.set_verbosity_error()
-    if names:
-        for name in names:
-            print(*classify(name), sep="\t", flush=True)
-        return
-    TABLE.write_text(table(map(classify, (*DECODERS, *MULTIMODAL))), encoding="utf-8")
-    print(f"Written: {TABLE}")
+    for name in parser.parse_args().model_types:
+        print(*classify(name), sep="\t", flush=True)
 
 
 if __name__ == "__main__":
