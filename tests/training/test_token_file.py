@@ -128,7 +128,7 @@ def rewritten(path, metadata):
     [
         ("[" * 100_000, "`hf_falcon` of its metadata is refused: lists and objects are nested more than 32 deep"),
         ('{"a": ' * 40 + "1" + "}" * 40, "nested more than 32 deep"),
-        ('{"format_version": ' + "9" * 5000 + "}", "a number has 5000 digits"),
+        ('{"format_version": ' + "9" * 5000 + "}", "a number has more than 1,000 digits"),
         ("{", "`hf_falcon` of its metadata is refused: not JSON"),
         ("{} {}", "follows the end"),
         ("[]", r"`hf_falcon` of its metadata is \[\]: it must be an object"),
@@ -177,7 +177,7 @@ def test_headers_of_token_files(tmp_path):
         TokenFile.load(path)
     assert peak_memory() - before < 2**20
     rows = {name: {"dtype": "I32", "shape": [1], "data_offsets": [0, 4]} for name in token_file_module._DTYPES}
-    with_header(path, {name: {**row, "data_offsets": [4 * i, 4 * i + 4]} for i, (name, row) in enumerate(rows.items())})
+    with_header(path, rows, bytes(4))
     with pytest.raises(ValueError, match="not a safetensors file of tokens"):
         TokenFile.load(path)
     fields = {"dtype": "F8_E8M0", "shape": [4], "data_offsets": [0, 4]}
