@@ -65,7 +65,7 @@ def falcon_drafters() -> Kind:
     import torch
     from fuzz_inputs import json_bytes, safetensors_bytes, split_safetensors
     from hypothesis import strategies as st
-    from tiny_models import prompt, tiny_drafter, tiny_target
+    from tiny_models import new_drafter, prompt, tiny_drafter, tiny_target
     from utilities import edit
 
     from hf_falcon import FalconDraftModel
@@ -74,7 +74,8 @@ def falcon_drafters() -> Kind:
     expected = plain(target, ids)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        drafter = tiny_drafter(target, draft_vocab_size=40, num_assistant_tokens=9, draft_tree="dynamic")
+        drafter = new_drafter(target, draft_vocab_size=40)
+        drafter.generation_config = tiny_drafter(target, draft_tree="dynamic").generation_config
         drafter.save_pretrained(folder)
         edit(folder / "config.json", weights_sha256=None)
         files = {file.name: file.read_bytes() for file in folder.iterdir() if file.suffix in (".json", ".safetensors")}
@@ -367,8 +368,8 @@ def plain(target, ids, **options) -> list:
 # The process of a batch.
 
 
-def child(name: str, seed: int, count: int, folder: Path) -> None:
-    """Tries `count` inputs, and prints a JSON line: outcomes, the slowest, the peak of memory, what broke a rule."""
+def try_inputs(name: str, seed: int, count: int, folder: Path) -> dict:
+    """Tries `count` inputs of a class. Returns outcomes, the slowest, the peak of memory, and what broke a rule."""
     from hypothesis import HealthCheck, Phase, given, settings
     from hypothesis import seed as seeded
     from hypothesis.database import DirectoryBasedExampleDatabase
@@ -416,10 +417,16 @@ def child(name: str, seed: int, count: int, folder: Path) -> None:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
+        # Hypothesis notes the whole input, which is kept as files.
+        error.__notes__ = []
         broken = "".join(traceback.format_exception(error))[-20_000:]
-    report = {"outcomes": outcomes, "slowest": slowest[0], "memory": peak() - before, "broken": broken}
     shutil.rmtree(work)
-    print(json.dumps(report), flush=True)
+    return {"outcomes": outcomes, "slowest": slowest[0], "memory": peak() - before, "broken": broken}
+
+
+def child(name: str, seed: int, count: int, folder: Path) -> None:
+    """Prints the report of a batch as a line of JSON."""
+    print(json.dumps(try_inputs(name, seed, count, folder)), flush=True)
     # Threads, such as the server's, do not keep the process.
     os._exit(0)
 
@@ -429,7 +436,12 @@ def alarm(*_) -> None:
 
 
 def peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    """Bytes, of this process so far."""
+    try:
+        # What `getrusage` counts begins with the memory of the process that started this one.
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[1])
+    except (OSError, TypeError):
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def limit_memory(more: int) -> None:
