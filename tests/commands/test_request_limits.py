@@ -40,13 +40,11 @@ def message(answer):
     return json.loads(answer)["error"]["message"]
 
 
-def raw(address, data, shut=False):
+def raw(address, data):
     """The answer to bytes that need not be a request."""
     host, port = address.split(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(data)
-        if shut:
-            connection.shutdown(socket.SHUT_WR)
         answer = b""
         while piece := connection.recv(1 << 16):
             answer += piece
@@ -91,10 +89,11 @@ def test_a_header_that_is_huge(address):
         assert answer.startswith("HTTP/1.1 400 ")
 
 
-def test_a_length_that_is_huge(address):
+def test_a_length_that_is_huge(address, monkeypatch):
     """It is not waited for."""
+    monkeypatch.setattr(request_limits, "_LAST_WORDS", 0.1)
     for length in (request_limits.LARGEST_BODY + 1, 10**12):
-        answer = raw(address, head(f"Content-Length: {length}") + b"{", shut=True)
+        answer = raw(address, head(f"Content-Length: {length}") + b"{")
         assert answer.startswith("HTTP/1.1 413 ")
         expected = f"The body of the request has {length} bytes, more than 2097152 bytes: send a shorter request."
         assert message(answer.partition("\r\n\r\n")[2]) == expected
@@ -218,6 +217,13 @@ def test_fields_that_are_wrong(address, capfd, changes, part, stream):
     assert status == 400 and part in message(answer) and len(message(answer)) <= 1000
     error = capfd.readouterr().err
     assert "\x1b" not in error and "\u202e" not in error
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("body", [{}, {"prompt": ""}])
+def test_a_prompt_without_tokens(address, body, stream):
+    status, answer = post(address, {**body, "stream": stream}, path="/v1/completions")
+    assert status == 400 and message(answer) == "The prompt has no tokens: give a text."
 
 
 def test_an_answer_ends_with_the_context(address):

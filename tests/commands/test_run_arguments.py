@@ -70,8 +70,8 @@ def test_the_example():
         ("seed: 2026-99-99", "is not YAML: month must be"),
         ("a: \x1b", "is not YAML: unacceptable character"),
         ("lr_scheduler_kwargs: {a: 2026-01-01}", "`lr_scheduler_kwargs` is .*: give texts and numbers"),
-        ("seed: [" + "x, " * 100_000 + "]", r"`seed` is \['x', 'x', 'x', 'x', ...\]: give a single value"),
-        ("#" * (1 << 20) + "\n", "has 1048577 bytes, more than 1048576"),
+        ("seed: [" + "x, " * 10_000 + "]", r"`seed` is \['x', 'x', 'x', 'x', ...\]: give a single value"),
+        ("#" * (1 << 16) + "\n", "has 65537 bytes, more than 65536"),
     ],
     ids=lambda value: value[:20],
 )

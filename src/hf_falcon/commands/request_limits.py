@@ -208,8 +208,10 @@ def limit_answer(config: Any, target: PreTrainedModel, prompt_length: int) -> No
     Lowers `max_new_tokens` of a generation configuration to what the target's context leaves.
 
     Raises:
-        `ValueError`: if the prompt alone fills the context.
+        `ValueError`: if the prompt alone fills the context, or has no tokens.
     """
+    if prompt_length == 0:
+        raise ValueError("The prompt has no tokens: give a text.")
     context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     if context is None:
         return

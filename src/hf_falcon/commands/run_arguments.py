@@ -20,7 +20,8 @@ from transformers.hf_argparser import string_to_bool
 from ..training.json_text import short
 
 _KINDS = {int: "an integer", float: "a number", string_to_bool: "true or false"}
-_LARGEST_FILE = 1 << 20
+# Bytes of a YAML file, of which PyYAML reads some 20,000 a second.
+_LARGEST_FILE = 1 << 16
 _TRAINER = "arguments of transformers' Trainer (see `transformers.TrainingArguments`)"
 # Arguments of Trainer that most runs set: they are listed with the command's own.
 _MOST_USED = {"output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "bf16", "seed"}
