@@ -94,6 +94,10 @@ def deaf(folder):
     time.sleep(60)
 
 
+def stopped(folder):
+    os.kill(os.getpid(), fuzz.signal.SIGSTOP)
+
+
 def killed(folder):
     os.kill(os.getpid(), 9)
 
@@ -104,7 +108,8 @@ RULES = {
     without_name: "Names no file",
     slow: "It took more than",
     memory: "MiB more than before|MemoryError",
-    deaf: "no sign of life",
+    deaf: "in deaf",
+    stopped: "no sign of life",
     killed: "ended by itself",
 }
 CHILD = """
@@ -126,7 +131,7 @@ def test_what_breaks_a_rule_is_found(tmp_path, monkeypatch, rule):
     source, seconds = inspect.getsource(rule), 1 if rule in (slow, deaf) else 60
     script.write_text(CHILD.format(support=support, source=source, rule=rule, folder=str(tmp_path), seconds=seconds))
     monkeypatch.setattr(fuzz, "__file__", str(script))
-    monkeypatch.setattr(fuzz, "_PATIENCE", 5 if rule is deaf else 60)
+    monkeypatch.setattr(fuzz, "_PATIENCE", 5 if rule is stopped else 60)
     monkeypatch.setattr(fuzz, "CLASSES", {"broken": None})
     assert fuzz.search(tmp_path, ["broken"], 5, None) == 1
     (found,) = tmp_path.glob("found/*")

@@ -128,7 +128,9 @@ def test_a_second_header_that_does_not_arrive(hurried, address):
     host, port = address.split(":")
     with socket.create_connection((host, int(port)), timeout=60) as connection:
         connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
-        assert connection.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        answer = b""
+        while not answer.endswith(b'{"status":"ok"}'):
+            answer += connection.recv(1 << 16)
         connection.sendall(b"GET /hea")
         assert connection.recv(1 << 16).startswith(b"HTTP/1.1 400 ")
 

@@ -14,6 +14,7 @@ command goes on after an interruption, and tries what broke a rule first.
 import argparse
 import base64
 import contextlib
+import faulthandler
 import itertools
 import json
 import logging
@@ -391,6 +392,8 @@ def try_inputs(name: str, seed: int, count: int, folder: Path) -> dict:
             (work / file).parent.mkdir(parents=True, exist_ok=True)
             (work / file).write_bytes(data)
         start = time.monotonic()
+        # Where it hangs, if it does not hear the alarm.
+        faulthandler.dump_traceback_later(2 * SECONDS, exit=True)
         signal.setitimer(signal.ITIMER_REAL, SECONDS)
         try:
             kind.use(work)
@@ -402,6 +405,7 @@ def try_inputs(name: str, seed: int, count: int, folder: Path) -> dict:
             assert not kind.names_file or any(file in text for file in files), f"Names no file: {error!r}"
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
+            faulthandler.cancel_dump_traceback_later()
         slowest[0] = max(slowest[0], time.monotonic() - start)
         outcomes[outcome] += 1
         assert peak() - before < MEMORY, f"{(peak() - before) >> 20} MiB more than before"
