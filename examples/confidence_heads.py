@@ -118,10 +118,13 @@ def main() -> None:
     parser.add_argument("--drafter", help="drafter, from the Hub or a folder; the demo's if left out")
     parser.add_argument("--held_out", type=int, default=64, help="`eval_samples` of its training")
     arguments = parser.parse_args()
-    data = TokenFile.concatenate([TokenFile.load(path) for path in arguments.data])
+    files = [TokenFile.load(path) for path in arguments.data]
+    data = TokenFile.concatenate(files)
     if not 2 <= arguments.held_out <= len(data):
         parser.error(f"`--held_out` is {arguments.held_out}: give 2 to {len(data)}, the dialogues of `--data`.")
     target, _ = load_target(arguments.target)
+    for path, file in zip(arguments.data, files):
+        file.check_vocabulary(target.config.get_text_config().vocab_size, path)
     drafter = load_drafter(arguments.drafter, "float32")
     if drafter.config.block_size != 1:
         parser.error(f"The drafter's `block_size` is {drafter.config.block_size}: give one that has 1.")

@@ -105,6 +105,7 @@ def main() -> None:
     if not 2 <= arguments.prompts <= len(data):
         parser.error(f"`--prompts` is {arguments.prompts}: give 2 to {len(data)}, the dialogues of `--data`.")
     target, _ = load_target(arguments.target, torch.bfloat16)
+    data.check_vocabulary(target.config.get_text_config().vocab_size, arguments.data)
     drafter = load_drafter(arguments.drafter, torch.bfloat16)
     options = DraftOptions.from_generation_config(drafter.generation_config)
     options = replace(options, draft_tree="dynamic", num_assistant_tokens_schedule="constant")

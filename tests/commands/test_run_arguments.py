@@ -61,6 +61,26 @@ def test_the_example():
     assert (args.unroll_passes, args.eval_passes, args.num_train_epochs, args.learning_rate) == (3, 3, 4, 1e-4)
 
 
+@pytest.mark.parametrize(
+    "text, complaint",
+    [
+        ("[" * 5000, "is nested too deeply"),
+        ("data: [&a [x, x], *a]", r"`\*a` is an alias: write the value itself"),
+        (f"seed: {'9' * 5000}", "is not YAML: Exceeds the limit"),
+        ("seed: 2026-99-99", "is not YAML: month must be"),
+        ("a: \x1b", "is not YAML: unacceptable character"),
+        ("lr_scheduler_kwargs: {a: 2026-01-01}", "`lr_scheduler_kwargs` is .*: give texts and numbers"),
+        ("seed: [" + "x, " * 10_000 + "]", r"`seed` is \['x', 'x', 'x', 'x', ...\]: give a single value"),
+        ("#" * (1 << 16) + "\n", "has 65537 bytes, more than 65536"),
+    ],
+    ids=lambda value: value[:20],
+)
+def test_hostile_files(file, text, complaint):
+    with pytest.raises(ValueError, match=f"run.yaml.*{complaint}") as error:
+        parse("--config", file(text))
+    assert len(str(error.value)) < 1000
+
+
 def test_the_command_line_wins(file):
     path = file(FILE)
     for words in (("--config", path, "--data", "c"), ("--data", "c", f"--config={path}")):

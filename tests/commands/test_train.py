@@ -149,7 +149,7 @@ def get_last_step(folder) -> int:
         ({"data": "nowhere.safetensors"}, "There is no token file nowhere.safetensors"),
         ({"target_dtype": "int8"}, "`dtype` is 'int8'; choose one of"),
         ({"blocksize": 3}, "Unknown argument `--blocksize`: did you mean `--block_size`?"),
-        ({"data": "large"}, f"`data` has token {VOCAB}, but the target's `vocab_size` is {VOCAB}: give token files"),
+        ({"data": "large"}, f"has token {VOCAB}, but the target's `vocab_size` is {VOCAB}: give token files"),
         (
             {"learning_rate": 1e30, "max_grad_norm": 0, "max_steps": 9},
             "The loss is nan at step 1: lower `learning_rate`",

@@ -266,6 +266,7 @@ def test_every_page_with_python_is_run():
 def test_options_in_the_text_are_there(capsys):
     """Also the options that stand outside of commands."""
     known = "".join(file.read_text() for folder in ("examples", "docs") for file in (ROOT / folder).glob("*.py"))
+    known += (ROOT / "tests/support/fuzz.py").read_text()
     for name in entry.COMMANDS:
         with pytest.raises(SystemExit):
             entry.main([name, "--help"])

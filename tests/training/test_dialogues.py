@@ -5,8 +5,10 @@ import json
 import sys
 
 import pytest
+from utilities import peak_memory
 
 from hf_falcon.training.dialogues import find_data, read_dialogues
+from hf_falcon.training.json_text import decode_json
 
 SHAREGPT = [
     {
@@ -114,3 +116,98 @@ def test_data_sets_without_datasets(monkeypatch):
     monkeypatch.setattr("hf_falcon.training.dialogues.importlib.util.find_spec", lambda name: None)
     with pytest.raises(OSError, match="pip install hf-falcon.train."):
         list(read_dialogues("some/set"))
+
+
+NUMBER = "9" * 5000
+DEEP = "[" * 100_000
+NESTED = '{"a":' * 40 + "1" + "}" * 40
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        (DEEP, "lists and objects are nested more than 32 deep. Correct or remove it"),
+        (NESTED, "lists and objects are nested more than 32 deep"),
+        (NUMBER, "a number has more than 1,000 digits"),
+        (f"-{NUMBER}", "a number has more than 1,000 digits"),
+    ],
+    ids=["deep", "nested", "number", "negative"],
+)
+@pytest.mark.parametrize("layout", ["[{}]", "{}", "[{}"])
+@pytest.mark.parametrize("read_bytes", [1000, 1 << 20])
+def test_limits_name_file_and_record(tmp_path, monkeypatch, value, complaint, layout, read_bytes):
+    """Also where the value is in a field that is not read."""
+    monkeypatch.setattr("hf_falcon.training.dialogues._READ_BYTES", read_bytes)
+    path = tmp_path / "bad.json"
+    records = ['{"messages": []}', f'{{"messages": [{{"role": "user", "content": "a", "x": {value}}}]}}']
+    path.write_text(layout.format((", " if "[" in layout else "\n").join(records)))
+    dialogues = read_dialogues(path)
+    assert next(dialogues) == []
+    with pytest.raises(ValueError, match=f"bad.json, record 2: {complaint}"):
+        next(dialogues)
+
+
+def test_numbers_that_are_no_text(tmp_path):
+    path = tmp_path / "bad.json"
+    # pandas and `json.dumps` write them, and they do no harm in other fields.
+    path.write_text('{"messages": [], "score": NaN}\n{"messages": [{"role": "user", "content": NaN}]}')
+    dialogues = read_dialogues(path)
+    assert next(dialogues) == []
+    with pytest.raises(ValueError, match=r"bad.json, record 2: `messages\[0\].content` is nan: it must be a string"):
+        next(dialogues)
+
+
+def test_reading_is_linear_in_a_record(tmp_path, monkeypatch):
+    """The decoder sees a long record a few times, not once for every megabyte of it."""
+    decoded = []
+
+    def decode(buffer, position):
+        decoded.append(len(buffer) - position)
+        return decode_json(buffer, position)
+
+    monkeypatch.setattr("hf_falcon.training.dialogues.decode_json", decode)
+    monkeypatch.setattr("hf_falcon.training.dialogues._READ_BYTES", 1 << 10)
+    path = tmp_path / "long.jsonl"
+    dialogue = [{"role": "user", "content": "a " * 1_000_000}]
+    path.write_text("\n".join(json.dumps({"messages": dialogue}) for _ in range(3)))
+    assert list(read_dialogues(path)) == [dialogue] * 3
+    assert sum(decoded) < 3 * path.stat().st_size
+
+
+@pytest.mark.parametrize("end", ['"}]}', ""], ids=["whole", "without a quotation mark"])
+@pytest.mark.parametrize("layout", ["[{}]", "{}\n"])
+def test_a_record_that_is_too_long(tmp_path, end, layout):
+    path = tmp_path / "long.json"
+    record = '{"messages": [{"role": "user", "content": "'
+    with path.open("w") as file:
+        begin, _, rest = layout.partition("{}")
+        file.write(f'{begin}{{"messages": []}}{"," if begin else rest}{record}')
+        for _ in range(64):
+            file.write("a" * (1 << 20))
+        file.write(f"{end}{rest}")
+    dialogues = read_dialogues(path)
+    assert next(dialogues) == []
+    before = peak_memory()
+    with pytest.raises(ValueError, match=r"long.json, record 2 is longer than 8,388,608 characters: split or remove"):
+        next(dialogues)
+    assert peak_memory() - before < 2**27
+    # The longest that is read, and one character more.
+    longest = (1 << 23) - len(record) - len('"}]}')
+    path.write_text(f'{record}{"a" * longest}"}}]}}')
+    assert len(next(read_dialogues(path))[0]["content"]) == longest
+    path.write_text(f'{record}{"a" * (longest + 1)}"}}]}}')
+    with pytest.raises(ValueError, match="record 1 is longer than"):
+        next(read_dialogues(path))
+
+
+def test_null_is_no_record(tmp_path):
+    path = tmp_path / "bad.json"
+    path.write_text("[null]")
+    with pytest.raises(ValueError, match="record 1 is None: each record must be an object"):
+        list(read_dialogues(path))
+
+
+def test_half_a_surrogate_pair_as_role(tmp_path):
+    path = tmp_path / "bad.json"
+    path.write_text('{"messages": [{"role": "us\\ud83der", "content": "a"}]}')
+    assert list(read_dialogues(path)) == [[{"role": "us?er", "content": "a"}]]

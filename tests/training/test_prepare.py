@@ -251,11 +251,47 @@ def test_all_turns_with_context_for_responses_of_the_data(arguments, target, tmp
     assert shorter.metadata["dropped"] == {"prompt_too_long": 1}
 
 
+def test_work_is_linear_in_the_turns(arguments, target, tmp_path, monkeypatch):
+    """After a prompt that is too long, the turns that follow are counted and not rendered."""
+    turns = [each for number in range(2000) for each in (user(f"w1 w{number % 20}"), assistant("w2"))]
+    data = write_data(tmp_path / "turns.jsonl", [turns, THREE_TURNS])
+    monkeypatch.setattr(prepare_module, "_TOKENIZED_AT_ONCE", 16)
+    rendered = []
+    render = prepare_module._render
+    monkeypatch.setattr(prepare_module, "_render", lambda *args: rendered.append(len(args[2])) or render(*args))
+    options = {"data": data, "responses": "data", "turns": "all", "max_prompt_tokens": 100}
+    file = prepare(arguments(**options), *target)
+    lengths = [length for _, length in map(file.sample, range(len(file)))]
+    assert max(lengths) <= 100 and file.metadata["dropped"] == {"prompt_too_long": 2003 - len(file)}
+    assert 2 * len(file) <= len(rendered) <= 2 * (len(file) + 16)
+    # One at a time gives the same.
+    monkeypatch.setattr(prepare_module, "_CHARACTERS_AT_ONCE", 1)
+    again = prepare(arguments(**options, output=str(tmp_path / "again")), *target)
+    assert again.tokens.tolist() == file.tokens.tolist() and again.metadata == file.metadata
+
+
+def test_roles_that_the_template_refuses(arguments, target, tmp_path):
+    template = tmp_path / "strict.jinja"
+    template.write_text("{% for message in messages %}{{ raise_exception('no system') }}{% endfor %}")
+    with pytest.raises(ValueError, match=r"refuses messages of the roles \['user'\] \(no system\): remove"):
+        prepare(arguments(chat_template=str(template)), *target)
+
+
+@pytest.mark.parametrize("line", ["[" * 100_000, '{"turns": 5}', '{"turns": [5]}', "[]", "{", '{"turns": "a b c"}'])
+def test_evaluation_prompts_that_are_none(arguments, target, tmp_path, line):
+    (tmp_path / "evaluation.jsonl").write_text('{"turns": ["a"]}\n' + line)
+    with pytest.raises(ValueError, match="`exclude`: .*evaluation.jsonl, line 2"):
+        prepare(arguments(exclude=[str(tmp_path / "evaluation.jsonl")]), *target)
+
+
 def test_later_turns_that_are_dropped(arguments, target, tmp_path, caplog):
     context = [user("continue"), assistant("w1")]
     beginnings = ["  Continue:", "please continue,", "go on", "keep going:", "NEXT", "more\n"]
+    beginnings += ["continue...", "more.", "go on!"]
     left_out = ["w9", *(f"{beginning} {LONG}" for beginning in beginnings)]
     kept = [f"moreover {LONG}", f"goes on {LONG}", f"w12 more {LONG}", "w" * 40]
+    # Words of their own, which are the same unknown token here: each is told from the others by what follows.
+    kept += [f"{word} w{number} {LONG}" for number, word in enumerate(["Next.js", "more-or-less", "continue.py"], 1)]
     turns = [message for text in left_out + kept + ["w" * 39] for message in (user(text), assistant("w2"))]
     data = write_data(tmp_path / "turns.jsonl", [context + turns + [user(LONG), user(" "), user(LONG)], []])
     with caplog.at_level(logging.WARNING):
@@ -266,11 +302,12 @@ def test_later_turns_that_are_dropped(arguments, target, tmp_path, caplog):
         "<|user|> <unk> w8 w9 w10 w11",
         "<|user|> <unk> <unk> w8 w9 w10 w11",
         "<|user|> w12 <unk> w8 w9 w10 w11",
+        *(f"<|user|> <unk> w{number} w8 w9 w10 w11" for number in (1, 2, 3)),
         "<|user|> w8 w9 w10 w11",
     ]
     # The word of 40 characters is the same token as the first turn.
     assert file.metadata["dropped"] == {"duplicate": 2, "needs_context": len(left_out) + 1, "no_turn": 2}
-    assert "8 later turns that need the turns before them, 2 without" in caplog.text
+    assert "11 later turns that need the turns before them, 2 without" in caplog.text
 
 
 def test_turns_of_the_data_alternate(arguments, target, tmp_path):
@@ -441,7 +478,7 @@ def test_command(arguments, target, monkeypatch, capsys):
         assert command.main(argv) == 130
         assert "the same command continues" in capsys.readouterr().err
     assert command.main(argv) == 0
-    assert "6 dialogues" in capsys.readouterr().out
+    assert "6 samples, " in capsys.readouterr().out
     assert set(TokenFile.load(options.output).temperatures.tolist()) == {0.0, 1.0}
 
 

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+
+from ..training.json_text import parse_json, short
 
 # Data sets of the Hub by short name: repository, configuration, split, and the column that holds the prompt.
 HUB_DATA = {
@@ -37,11 +38,11 @@ def read_turns(source: str, limit: int | None = None) -> list[list[str]]:
         if not line.strip():
             continue
         try:
-            turns = json.loads(line)["turns"]
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            turns = parse_json(line)["turns"]
+        except (ValueError, LookupError, TypeError) as error:
             raise ValueError(f"{source}, line {number}: no JSON object with `turns` ({error}).") from error
         if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-            raise ValueError(f"{source}, line {number}: `turns` is {turns!r}; it must be a list of texts.")
+            raise ValueError(f"{source}, line {number}: `turns` is {short(turns)}; it must be a list of texts.")
         dialogues.append(turns)
     if not dialogues:
         raise ValueError(f"{source}: has no prompts; each line must be a JSON object with `turns`.")

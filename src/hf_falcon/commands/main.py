@@ -7,6 +7,8 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
+from .printable import printable
+
 COMMANDS = {
     "demo": "generate the same text with and without a drafter, and compare",
     "prepare": "turn dialogues into the token file that a drafter is trained on",
@@ -96,9 +98,7 @@ def _run(argv: list[str]) -> int:
         if os.environ.get("HF_FALCON_DEBUG") == "1":
             raise
         # Messages of libraries have several lines, and some have none.
-        message = " ".join(str(error).split()) or type(error).__name__
-        # A name in a stranger's file may have characters that a terminal acts on.
-        message = "".join(each if each.isprintable() else ascii(each)[1:-1] for each in message)
+        message = printable(str(error)) or type(error).__name__
         print(f"hf-falcon {name}: error: {message}", file=sys.stderr)
         return 1
 

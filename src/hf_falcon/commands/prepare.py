@@ -32,8 +32,6 @@ def main(argv: list[str]) -> int:
         print("\nInterrupted. Finished batches are kept; the same command continues from them.", file=sys.stderr)
         return 130
     responses = len(file.tokens) - int(file.prompt_lengths.sum())
-    state.print(
-        f"{arguments.output}: {len(file)} dialogues, {len(file.tokens)} tokens, {responses} of them responses."
-    )
+    state.print(f"{arguments.output}: {len(file)} samples, {len(file.tokens)} tokens, {responses} of them responses.")
     state.destroy_process_group()
     return 0

@@ -17,7 +17,11 @@ import yaml
 from transformers import HfArgumentParser
 from transformers.hf_argparser import string_to_bool
 
+from ..training.json_text import short
+
 _KINDS = {int: "an integer", float: "a number", string_to_bool: "true or false"}
+# Bytes of a YAML file, of which PyYAML reads some 20,000 a second.
+_LARGEST_FILE = 1 << 16
 _TRAINER = "arguments of transformers' Trainer (see `transformers.TrainingArguments`)"
 # Arguments of Trainer that most runs set: they are listed with the command's own.
 _MOST_USED = {"output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "bf16", "seed"}
@@ -141,14 +145,32 @@ def parse_run(argv: list[str], types: Iterable[Any], prog: str, description: str
     )
 
 
+class _Loader(yaml.SafeLoader):
+    """Refuses aliases: a few lines of them stand for more values than a memory holds."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError(f"`*{self.peek_event().anchor}` is an alias: write the value itself.")
+        return super().compose_node(parent, index)
+
+
+def _read(path: str) -> str:
+    size = Path(path).stat().st_size
+    if size > _LARGEST_FILE:
+        raise ValueError(f"it has {size} bytes, more than {_LARGEST_FILE}.")
+    return Path(path).read_text(encoding="utf-8")
+
+
 def _words_of_file(path: str, parser: CommandParser) -> list[str]:
     """The command line that says the same as a YAML file."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"`config` is {path!r}, which is not a file: give a YAML file of arguments.")
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        values = yaml.load(_read(path), _Loader)
+    except (yaml.YAMLError, ValueError) as error:
         raise ValueError(f"{path} is not YAML: {error}") from error
+    except RecursionError as error:
+        raise ValueError(f"{path} is nested too deeply: it must hold lines of `name: value`.") from error
     if not isinstance(values, dict):
         raise ValueError(f"{path} holds a {type(values).__name__}: it must hold lines of `name: value`.")
     fields = {field.name for cls in parser.dataclass_types for field in dataclasses.fields(cls) if field.init}
@@ -163,10 +185,16 @@ def _words_of_file(path: str, parser: CommandParser) -> list[str]:
                 raise ValueError(f"{path}: `{name}` has no value: give one, or leave the line out.")
         elif isinstance(value, list):
             if action.nargs != "+":
-                raise ValueError(f"{path}: `{name}` is {value!r}: give a single value.")
+                raise ValueError(f"{path}: `{name}` is {short(value)}: give a single value.")
             words += [f"--{name}", *map(str, value)]
+        elif isinstance(value, dict):
+            try:
+                words.append(f"--{name}={json.dumps(value)}")
+            # A date or a binary, as value or key.
+            except TypeError as error:
+                raise ValueError(f"{path}: `{name}` is {short(value)}: give texts and numbers.") from error
         else:
-            words.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
+            words.append(f"--{name}={value}")
     return words
 
 

@@ -26,6 +26,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from .generate import check_sampling
+from .printable import printable
+from .request_limits import CONNECTIONS, RequestLimits, check_request, limit_answer, protocol
 
 logger = logging.get_logger(__name__)
 
@@ -38,7 +40,8 @@ _HANDLERS = {
     "response_handler": ("response", "ResponseHandler"),
 }
 # Errors of a request's fields. transformers' server checks their names only.
-_MISTAKES = (ValueError, TypeError, LookupError, AttributeError, TemplateError)
+_MISTAKES = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, TemplateError)
+_LONGEST_ERROR = 1000
 # Seconds that answers get to end in once the server stops.
 _GRACE = 5
 
@@ -67,12 +70,14 @@ class TargetServer:
         self._stopping = threading.Event()
         self._server: Any = None
         manager = _model_manager(target, tokenizer, name)
-        serving_name("utils", "GenerateManager.submit")
-        # Requests run by `generate`, not by continuous batching, which bypasses it and drafts nothing.
-        state = serving_name("utils", "GenerationState")(continuous_batching=False)
-        self._thread = state.get_manager(manager.process_model_name(name))
-        handlers = {argument: _handler(serving_name(*where))(manager, state) for argument, where in _HANDLERS.items()}
+        self._thread = _generate_manager()
+        state = _generation_state(self._thread)
+        handlers = {
+            argument: _handler(serving_name(*where), target, tokenizer)(manager, state)
+            for argument, where in _HANDLERS.items()
+        }
         self.app = _build_app(manager, state, handlers)
+        self.app.add_middleware(RequestLimits)
         for mistake in (_http_error(), *_MISTAKES):
             self.app.add_exception_handler(mistake, _refuse)
 
@@ -90,7 +95,15 @@ class TargetServer:
         import uvicorn
 
         # At its end, transformers' server would unload the models that it has loaded.
-        config = uvicorn.Config(self.app, log_level="warning", lifespan="off", timeout_graceful_shutdown=_GRACE)
+        config = uvicorn.Config(
+            self.app,
+            http=protocol(),
+            ws="none",
+            limit_concurrency=CONNECTIONS,
+            log_level="warning",
+            lifespan="off",
+            timeout_graceful_shutdown=_GRACE,
+        )
         self._server = uvicorn.Server(config)
         # A handler of signals: running answers end at once.
         handle_exit = self._server.handle_exit
@@ -178,12 +191,46 @@ def _model_manager(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     return manager
 
 
-def _handler(kind: Any) -> Any:
+def _generate_manager() -> Any:
+    """What calls `generate`, in a thread of its own; answers end with the target's context."""
+    serving_name("utils", "GenerateManager.submit")
+    kind: Any = serving_name("utils", "GenerateManager")
+
+    class Manager(kind):
+        # If a release renames these two, an answer may be longer than the target's context.
+        def generate_streaming(self, model: Any, processor: Any, inputs: Any, config: Any, **options: Any) -> Any:
+            limit_answer(config, model, inputs["input_ids"].shape[-1])
+            return super().generate_streaming(model, processor, inputs, config, **options)
+
+        async def generate_non_streaming(
+            self, model: Any, processor: Any, inputs: Any, config: Any, **options: Any
+        ) -> Any:
+            limit_answer(config, model, inputs["input_ids"].shape[-1])
+            return await super().generate_non_streaming(model, processor, inputs, config, **options)
+
+    return Manager()
+
+
+def _generation_state(manager: Any) -> Any:
+    """What gives the handlers the manager of their model: always this one."""
+    serving_name("utils", "GenerationState.get_manager")
+    kind: Any = serving_name("utils", "GenerationState")
+
+    class State(kind):
+        def get_manager(self, *_: Any, **__: Any) -> Any:
+            return manager
+
+    # Requests run by `generate`, not by continuous batching, which bypasses it and drafts nothing.
+    return State(continuous_batching=False)
+
+
+def _handler(kind: Any, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
     """The class of an endpoint's handler, which prepares requests as the other commands do."""
 
     class Handler(kind):
         # If a release renames it, `/v1/responses` streams unless a request says otherwise.
         async def handle_request(self, body: dict[str, Any], *args: Any) -> Any:
+            check_request(body, target, tokenizer)
             return await super().handle_request({"stream": False, **body}, *args)
 
         # Private in transformers. If a release renames it, a temperature has an effect only if the target's own
@@ -242,8 +289,8 @@ async def _refuse(request: Any, error: Exception) -> Any:
     """The answer to a request that is refused, in the form that OpenAI's client reads."""
     from fastapi.responses import JSONResponse
 
-    text = getattr(
-        error, "detail", str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-    )
+    text = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    # Requests are the client's words, and may hold what a terminal obeys or what is no text.
+    text = printable(str(getattr(error, "detail", text)))[:_LONGEST_ERROR]
     logger.warning(f"[Request refused] {text}", exc_info=os.environ.get("HF_FALCON_DEBUG") == "1")
     return JSONResponse({"error": {"message": text}}, status_code=getattr(error, "status_code", 400))

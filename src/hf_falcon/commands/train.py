@@ -46,14 +46,15 @@ def main(argv: list[str]) -> int:
     types = (DrafterArguments, FalconTrainingArguments)
     options, args = parse_run(argv, types, prog="hf-falcon train", description=__doc__)
     set_seed(args.seed)
-    data = TokenFile.concatenate([TokenFile.load(path) for path in options.data])
+    files = [TokenFile.load(path) for path in options.data]
+    data = TokenFile.concatenate(files)
     if options.plan:
         config = _config(options, plan.target_config(options))
-        _check_vocabulary(data, config.vocab_size)
+        _check_vocabulary(options, files, config.vocab_size)
         print(plan.describe(options, args, config, data, *_split(options, data)))
         return 0
     target, _ = load_target(options.target, options.target_dtype or "auto", str(args.device))
-    _check_vocabulary(data, target.config.get_text_config().vocab_size)
+    _check_vocabulary(options, files, target.config.get_text_config().vocab_size)
     drafter = _drafter(options, target, data)
     stored = None
     if options.features_dir is not None:
@@ -120,13 +121,9 @@ def _log_final_tau(
         )
 
 
-def _check_vocabulary(data: TokenFile, vocab_size: int) -> None:
-    largest = int(data.tokens.int().max())
-    if largest >= vocab_size:
-        raise ValueError(
-            f"`data` has token {largest}, but the target's `vocab_size` is {vocab_size}: give token files that were "
-            "made with this target's tokenizer."
-        )
+def _check_vocabulary(options: DrafterArguments, files: list[TokenFile], vocab_size: int) -> None:
+    for path, file in zip(options.data, files, strict=True):
+        file.check_vocabulary(vocab_size, path)
 
 
 def _config(options: DrafterArguments, target: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:

@@ -7,9 +7,12 @@ import codecs
 import importlib.util
 import json
 import logging
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from .json_text import decode_json, short
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +30,9 @@ _SHAREGPT_ROLES = {
     "bard": "assistant",
 }
 _READ_BYTES = 1 << 20
+# 8 MiB: some two million tokens, more than the context of a target. As objects, JSON can take 40 times its size.
+_LONGEST_RECORD = 1 << 23
+_BETWEEN_RECORDS = re.compile(r"[ \t\r\n,]*")
 # More than the longest token outside a string (`-Infinity`) or escape inside one, which a buffer can cut in two.
 _CUT_TOKEN = 12
 
@@ -78,7 +84,7 @@ def read_dialogues(data: str | Path, split: str = "train") -> Iterator[list[Mess
 
     A record is either in ShareGPT form, `{"conversations": [{"from": "human", "value": ...}, ...]}`, or in messages
     form, `{"messages": [{"role": "user", "content": ...}, ...]}`. A file's last record that is cut off (a truncated
-    download) is dropped with a warning.
+    download) is dropped with a warning. A record of a file has 8,388,608 characters at most.
 
     Args:
         data (`str` or `Path`):
@@ -90,8 +96,8 @@ def read_dialogues(data: str | Path, split: str = "train") -> Iterator[list[Mess
         `list` of `{"role": ..., "content": ...}`; empty if the record has no messages.
 
     Raises:
-        ValueError: the file is not JSON, there is no such split, or a record has neither form. Names file, record
-            (from 1), field and value.
+        ValueError: the file is not JSON, there is no such split, or a record has neither form, is too long or nested
+            too deeply. Names file, record (from 1), field and value.
         FileNotFoundError: there is no such file or data set.
         OSError: `datasets` is not installed.
     """
@@ -113,12 +119,12 @@ def _load_dataset(name: str, split: str) -> Iterable[Any]:
 
 
 def _read_records(path: Path) -> Iterator[tuple[int, Any]]:
-    decode = json.JSONDecoder(strict=False).raw_decode
     text = codecs.getincrementaldecoder("utf-8-sig")()
     buffer, is_array, number, at_end = "", None, 1, False
     with path.open("rb") as file:
         while not at_end:
-            data = file.read(_READ_BYTES)
+            # A record that is cut off is decoded again with three times as much: all attempts take linear time.
+            data = file.read(max(_READ_BYTES, min(3 * len(buffer), _LONGEST_RECORD - len(buffer))))
             at_end = not data
             try:
                 # Never `final=True`: half a character at the end belongs to the truncated record.
@@ -131,8 +137,7 @@ def _read_records(path: Path) -> Iterator[tuple[int, Any]]:
             position = 0
             while True:
                 # An array and JSON Lines differ only in the characters between two records.
-                while position < len(buffer) and buffer[position] in " \t\r\n,":
-                    position += 1
+                position = _BETWEEN_RECORDS.match(buffer, position).end()  # type: ignore[union-attr]
                 if position == len(buffer):
                     break
                 if is_array is None:
@@ -142,18 +147,28 @@ def _read_records(path: Path) -> Iterator[tuple[int, Any]]:
                         continue
                 if is_array and buffer[position] == "]":
                     return
+                cut_off = False
                 try:
-                    record, position = decode(buffer, position)
+                    record, end = decode_json(buffer, position)
                 except json.JSONDecodeError as error:
-                    if not _is_cut_off(error, buffer):
+                    cut_off, record, end = _is_cut_off(error, buffer), None, len(buffer)
+                    if not cut_off:
                         near = buffer[max(position, error.pos - 30) : error.pos + 30]
                         raise ValueError(
                             f"{path}, record {number} is not JSON: {error.msg} near {near!r}. Correct or remove it; "
                             "the file must be a JSON array or JSON Lines (one object a line)."
                         ) from error
+                except ValueError as error:
+                    raise ValueError(f"{path}, record {number}: {error}. Correct or remove it.") from error
+                if end - position > _LONGEST_RECORD:
+                    raise ValueError(
+                        f"{path}, record {number} is longer than {_LONGEST_RECORD:,} characters: split or remove it. "
+                        "If it is not so long, a quotation mark or bracket is missing in it."
+                    )
+                if cut_off:
                     break
                 yield number, record
-                number += 1
+                number, position = number + 1, end
             buffer = buffer[position:]
     if is_array or buffer:
         logger.warning(
@@ -170,35 +185,29 @@ def _is_cut_off(error: json.JSONDecodeError, buffer: str) -> bool:
 def _messages(record: Any, where: str) -> list[Message]:
     if not isinstance(record, dict):
         raise ValueError(
-            f"{where} is {_short(record)}: each record must be an object with `conversations` or `messages`."
+            f"{where} is {short(record)}: each record must be an object with `conversations` or `messages`."
         )
     is_sharegpt = "conversations" in record
     field = "conversations" if is_sharegpt else "messages"
     role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
     if not isinstance(record.get(field), list):
         raise ValueError(
-            f"{where}: no list `conversations` (ShareGPT form) or `messages`, but {_short(record)}: convert the "
+            f"{where}: no list `conversations` (ShareGPT form) or `messages`, but {short(record)}: convert the "
             "record to one of the two forms."
         )
     messages = []
     for index, item in enumerate(record[field]):
         if not isinstance(item, dict):
-            raise ValueError(f"{where}: `{field}[{index}]` is {_short(item)}: it must be an object.")
+            raise ValueError(f"{where}: `{field}[{index}]` is {short(item)}: it must be an object.")
         for key in (role_key, content_key):
             value = item.get(key)
             if not isinstance(value, str):
-                raise ValueError(f"{where}: `{field}[{index}].{key}` is {_short(value)}: it must be a string.")
-        role, content = item[role_key], item[content_key]
+                raise ValueError(f"{where}: `{field}[{index}].{key}` is {short(value)}: it must be a string.")
+        # JSON escapes can encode half a surrogate pair, which no tokenizer accepts.
+        role, content = (item[key].encode("utf-8", "replace").decode("utf-8") for key in (role_key, content_key))
         if is_sharegpt and role not in _SHAREGPT_ROLES:
             raise ValueError(
-                f"{where}: `{field}[{index}].from` is {_short(role)}: it must be one of {', '.join(_SHAREGPT_ROLES)}."
+                f"{where}: `{field}[{index}].from` is {short(role)}: it must be one of {', '.join(_SHAREGPT_ROLES)}."
             )
-        # JSON escapes can encode half a surrogate pair, which no tokenizer accepts.
-        content = content.encode("utf-8", "replace").decode("utf-8")
         messages.append({"role": _SHAREGPT_ROLES[role] if is_sharegpt else role, "content": content})
     return messages
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."

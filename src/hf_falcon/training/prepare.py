@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import logging
 import os
@@ -15,29 +16,33 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
-from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 import transformers
 from accelerate import PartialState
+from jinja2 import TemplateError
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ..core.checkpoint_files import weights_fingerprint
 from ..core.hook import takes_static_cache
 from .dialogues import Message, read_dialogues
+from .json_text import parse_json, short
 from .token_file import TokenFile, chat_template_sha256, write_atomically
 
 logger = logging.getLogger(__name__)
 
 _EXCLUDED_WORDS = 8
 _TOKENIZED_AT_ONCE = 256
+_CHARACTERS_AT_ONCE = 1 << 20
+_ROLES = ("user", "assistant")
 _UNRECORDED = -1.0
 # Later turns that are shorter (in characters) or begin like this mean little without the turns before them.
 _SHORTEST_LATER_TURN = 40
-_CONTINUES = re.compile(r"(continue|go on|please continue|more|keep going|next)\b", re.IGNORECASE)
+# The word ends there: "Next.js" and "more-or-less" are words of their own.
+_CONTINUES = re.compile(r"(continue|go on|please continue|more|keep going|next)([,:;!?]|[.…]*(\s|$))", re.IGNORECASE)
 # Under `accelerate launch`, the launcher.
 _PARENT = os.getppid()
 
@@ -258,11 +263,20 @@ def _select(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos
     seen: set[bytes] = set()
     prompts, responses = [], []
 
-    def rendered() -> Generator[tuple[str, str, str], None, None]:
-        """Text to compare with excluded prompts, rendered prompt, rendered response (empty if not needed)."""
+    # The last dialogue with a prompt that is too long: with the turns before it, each later prompt is longer.
+    too_long = -1
+
+    def rendered() -> Generator[_Rendered, None, None]:
         found = read_dialogues(arguments.data, arguments.split)
-        for messages in tqdm(found, desc="reading", unit=" dialogues", disable=not process_state().is_main_process):
-            for turn in _turns(messages, arguments, dropped):
+        for number, messages in enumerate(
+            tqdm(found, desc="reading", unit=" dialogues", disable=not process_state().is_main_process)
+        ):
+            system = _system(messages)
+            for begin, end in _turns(messages, arguments, dropped):
+                if with_response and number == too_long:
+                    dropped["prompt_too_long"] += 1
+                    continue
+                turn = [*system, *messages[begin:end]]
                 prompt = _render(tokenizer, template, turn[:-1] if with_response else turn, True)
                 response = ""
                 if with_response:
@@ -270,23 +284,25 @@ def _select(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos
                     # A few templates render a prompt differently once it has an answer: then the plain text is used.
                     plain = turn[-1]["content"] + (tokenizer.eos_token or "")
                     response = whole[len(prompt) :] if whole.startswith(prompt) else plain
-                yield "\n".join(message["content"] for message in turn), prompt, response
+                yield _Rendered(number, "\n".join(message["content"] for message in turn), prompt, response)
 
     remaining = rendered()
-    while chunk := list(islice(remaining, _TOKENIZED_AT_ONCE)):
-        texts, prompt_texts, response_texts = zip(*chunk, strict=True)
+    while chunk := _chunk(remaining):
         # Chat templates write the special tokens themselves.
-        prompt_ids = _tokenize(tokenizer, prompt_texts, special_tokens=template is None)
+        prompt_ids = _tokenize(tokenizer, [each.prompt for each in chunk], special_tokens=template is None)
         # Separately from the prompt, as in decoding: no token may span the boundary.
-        response_ids = _tokenize(tokenizer, response_texts, False) if with_response else [array("i")] * len(chunk)
-        for text, prompt, response in zip(texts, prompt_ids, response_ids, strict=True):
+        response_ids = [array("i")] * len(chunk)
+        if with_response:
+            response_ids = _tokenize(tokenizer, [each.response for each in chunk], special_tokens=False)
+        for each, prompt, response in zip(chunk, prompt_ids, response_ids, strict=True):
             end = next((i + 1 for i, token in enumerate(response) if token in eos_token_ids), len(response))
             response = response[: min(end, arguments.max_new_tokens)]
             if len(prompt) > arguments.max_prompt_tokens:
                 dropped["prompt_too_long"] += 1
+                too_long = each.dialogue
             elif not prompt or (with_response and not response):
                 dropped["no_turn"] += 1
-            elif not _word_runs(text).isdisjoint(excluded):
+            elif not _word_runs(each.text).isdisjoint(excluded):
                 dropped["excluded"] += 1
             elif (key := hashlib.sha256((prompt + response).tobytes()).digest()) in seen:
                 dropped["duplicate"] += 1
@@ -308,34 +324,57 @@ def _select(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos
     return _Selection(prompts, responses if with_response else None, dict(sorted(dropped.items())))
 
 
-def _turns(messages: list[Message], arguments: PrepareArguments, dropped: Counter[str]) -> Iterator[list[Message]]:
+@dataclass
+class _Rendered:
+    """A sample as text: number of its dialogue, text to compare with `exclude`, prompt, response (if needed)."""
+
+    dialogue: int
+    text: str
+    prompt: str
+    response: str
+
+
+def _chunk(samples: Iterator[_Rendered]) -> list[_Rendered]:
+    """The next samples, which are tokenized at once."""
+    chunk: list[_Rendered] = []
+    while len(chunk) < _TOKENIZED_AT_ONCE and sum(len(each.prompt) for each in chunk) < _CHARACTERS_AT_ONCE:
+        if (sample := next(samples, None)) is None:
+            break
+        chunk.append(sample)
+    return chunk
+
+
+def _system(messages: list[Message]) -> list[Message]:
+    """The system prompt before the first user turn, if any."""
+    before = itertools.takewhile(lambda message: message["role"] != "user", messages)
+    return [message for message in before if message["role"] == "system"][:1]
+
+
+def _turns(messages: list[Message], arguments: PrepareArguments, dropped: Counter[str]) -> Iterator[tuple[int, int]]:
     """
-    The messages of each sample of a dialogue: system prompt (if any), context (if any), user turn and, if wanted, the
-    response that follows it. Counts in `dropped` what it leaves out.
+    The messages of each sample of a dialogue, besides its system prompt, as the range of their indices: context (if
+    any), user turn and, if wanted, the response that follows it. Counts in `dropped` what it leaves out.
     """
     users = [index for index, message in enumerate(messages) if message["role"] == "user"]
     if not users:
         dropped["no_turn"] += 1
         return
-    first = users[0]
-    system = [message for message in messages[:first] if message["role"] == "system"][:1]
+    first, with_response = users[0], arguments.responses == "data"
+    # Many chat templates raise an error where user and assistant do not take turns.
+    alternating = first
+    while alternating < len(messages) and messages[alternating]["role"] == _ROLES[(alternating - first) % 2]:
+        alternating += 1
     for index in users if arguments.turns == "all" else users[:1]:
-        turn = messages[index]
-        with_context = messages[first : index + 2]
-        if not turn["content"].strip() or (arguments.responses == "data" and not _alternates(with_context)):
+        text = messages[index]["content"].strip()
+        if not text or (with_response and index + 2 > alternating):
             dropped["no_turn"] += 1
-        elif arguments.responses == "data":
-            yield [*system, *with_context]
-        elif index > first and _needs_context(turn["content"].strip()):
+        elif with_response:
+            yield first, index + 2
+        elif index > first and _needs_context(text):
             dropped["needs_context"] += 1
         else:
             # Without context: its responses are another model's, so the target would not continue its own text.
-            yield [*system, turn]
-
-
-def _alternates(messages: list[Message]) -> bool:
-    """Whether each user turn has one response. Many chat templates raise an error for other orders."""
-    return [message["role"] for message in messages] == ["user", "assistant"] * (len(messages) // 2)
+            yield index, index + 1
 
 
 def _needs_context(text: str) -> bool:
@@ -345,14 +384,21 @@ def _needs_context(text: str) -> bool:
 def _render(tokenizer: PreTrainedTokenizerBase, template: str | None, messages: list[Message], prompt: bool) -> str:
     if template is None:
         return "\n\n".join(message["content"] for message in messages)
-    text = tokenizer.apply_chat_template(
-        messages, chat_template=template, add_generation_prompt=prompt, tokenize=False
-    )
+    try:
+        text = tokenizer.apply_chat_template(
+            messages, chat_template=template, add_generation_prompt=prompt, tokenize=False
+        )
+    except TemplateError as error:
+        roles = short([message["role"] for message in messages])
+        raise ValueError(
+            f"The chat template refuses messages of the roles {roles} ({error}): remove such dialogues, or give "
+            "another `chat_template`."
+        ) from error
     return str(text)
 
 
-def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: tuple[str, ...], special_tokens: bool) -> list[array[int]]:
-    ids = tokenizer(list(texts), add_special_tokens=special_tokens, verbose=False)["input_ids"]
+def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], special_tokens: bool) -> list[array[int]]:
+    ids = tokenizer(texts, add_special_tokens=special_tokens, verbose=False)["input_ids"]
     return [array("i", row) for row in ids]
 
 
@@ -361,11 +407,13 @@ def _read_excluded(paths: list[str]) -> set[tuple[str, ...]]:
     for path in paths:
         for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
             try:
-                turns = json.loads(line)["turns"]
-            except (json.JSONDecodeError, KeyError, TypeError) as error:
+                turns = parse_json(line)["turns"]
+            except (ValueError, LookupError, TypeError) as error:
                 raise ValueError(
                     f"`exclude`: {path}, line {number} is not a JSON object with `turns` ({error!r})."
                 ) from error
+            if not isinstance(turns, list) or not all(isinstance(turn, str) for turn in turns):
+                raise ValueError(f"`exclude`: {path}, line {number}: `turns` is {short(turns)}: give a list of texts.")
             for turn in turns:
                 runs |= _word_runs(turn)
     return runs

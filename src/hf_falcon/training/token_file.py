@@ -9,11 +9,14 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+
+from .json_text import parse_json, short
 
 FORMAT_VERSION = 1
 # safetensors writes several metadata keys in a random order; one key keeps equal files equal in every byte.
@@ -24,6 +27,18 @@ _DTYPES = {
     "prompt_lengths": (torch.int32,),
     "temperatures": (torch.float32,),
 }
+_STORED_DTYPES = {"U16": torch.uint16, "I32": torch.int32, "I64": torch.int64, "F32": torch.float32}
+# The header has four tensors and the metadata. safetensors reads up to 100 MB, which take gigabytes as objects.
+_LARGEST_HEADER = 1 << 20
+# What the metadata of these names must be, where there is any.
+_METADATA_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
+    "data": ((str, list), "names"),
+    "plan": ((dict,), "an object"),
+    "target_fingerprint": ((str, NoneType), "a text"),
+    "chat_template_sha256": ((str, NoneType), "a text"),
+}
+# Tokens that are compared at once: a file can be larger than memory.
+_CHECKED_AT_ONCE = 1 << 24
 
 
 @dataclass(eq=False)
@@ -72,13 +87,14 @@ class TokenFile:
                     f"`{name}` has {len(getattr(self, name))} entries for {len(self)} dialogues (`offsets` less one): "
                     "the numbers must agree."
                 )
+        # Compared, not subtracted: a difference of int64 can wrap.
+        descending = self.offsets[1:] <= self.offsets[:-1]
+        _refuse(descending, "offsets", self.offsets[1:], "each must be greater than the one before")
         lengths = self.offsets.diff()
-        _refuse(lengths <= 0, "offsets", self.offsets[1:], "each must be greater than the one before")
         wrong = (self.prompt_lengths < 1) | (self.prompt_lengths >= lengths)
         _refuse(wrong, "prompt_lengths", self.prompt_lengths, "prompt and response need at least one token each")
-        _refuse(
-            ~(self.temperatures >= 0) & (self.temperatures != -1), "temperatures", self.temperatures, "use >= 0 or -1"
-        )
+        wrong = ~(self.temperatures.isfinite() & (self.temperatures >= 0)) & (self.temperatures != -1)
+        _refuse(wrong, "temperatures", self.temperatures, "use a number >= 0, or -1")
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -95,6 +111,28 @@ class TokenFile:
         start, end = self.offsets[index : index + 2].tolist()
         # Converted after slicing, so that only this part of a mapped file is read.
         return self.tokens[start:end].to(torch.int64), int(self.prompt_lengths[index])
+
+    def check_vocabulary(self, vocab_size: int, name: str | Path) -> None:
+        """
+        Checks that a target has all the tokens.
+
+        Args:
+            vocab_size (`int`): the target's.
+            name (`str` or `Path`): what the error calls the file.
+
+        Raises:
+            `ValueError`: naming file, dialogue, token and remedy.
+        """
+        for start in range(0, len(self.tokens), _CHECKED_AT_ONCE):
+            tokens = self.tokens[start : start + _CHECKED_AT_ONCE].int()
+            wrong = (tokens < 0) | (tokens >= vocab_size)
+            if wrong.any():
+                place = int(wrong.nonzero()[0])
+                dialogue = int(torch.searchsorted(self.offsets, start + place, right=True)) - 1
+                raise ValueError(
+                    f"{name}: `tokens` of dialogue {dialogue} has token {int(tokens[place])}, but the target's "
+                    f"`vocab_size` is {vocab_size}: give token files that were made with this target's tokenizer."
+                )
 
     @property
     def sources(self) -> list[str]:
@@ -144,7 +182,7 @@ class TokenFile:
         fingerprints = {str(f.metadata["target_fingerprint"]) for f in files if f.metadata.get("target_fingerprint")}
         if len(fingerprints) > 1:
             raise ValueError(
-                f"`target_fingerprint` differs between the files ({', '.join(sorted(fingerprints))}): they were made "
+                f"`target_fingerprint` differs between the files ({short(sorted(fingerprints))}): they were made "
                 "with different targets; train on one target's files only."
             )
         # `torch.cat` does not promote uint16.
@@ -173,26 +211,23 @@ class TokenFile:
         """
         if not Path(path).is_file():
             raise FileNotFoundError(f"There is no token file {path}: make one with `hf-falcon prepare`.")
+        _check_header_size(path)
         try:
             with safe_open(path, framework="pt") as file:
-                missing = sorted(set(_DTYPES) - set(file.keys()))
-                tensors = {name: file.get_tensor(name) for name in _DTYPES if name not in missing}
-                metadata = json.loads((file.metadata() or {}).get(_METADATA_KEY, "{}"))
+                _check_header(file, path)
+                tensors = {name: file.get_tensor(name) for name in _DTYPES}
+                metadata = (file.metadata() or {}).get(_METADATA_KEY, "{}")
         except SafetensorError as error:
             raise ValueError(
-                f"{path} is not a safetensors file ({error}): make it again with `hf-falcon prepare`."
+                f"{path} is not a safetensors file of tokens ({error}): make it again with `hf-falcon prepare`."
             ) from error
-        if missing:
-            raise ValueError(f"{path} has no tensors {', '.join(missing)}: a token file holds {', '.join(_DTYPES)}.")
-        version = metadata.get("format_version", FORMAT_VERSION)
-        if version > FORMAT_VERSION:
-            raise ValueError(
-                f"{path} has `format_version` {version}, this hf-falcon reads {FORMAT_VERSION}: upgrade it."
-            )
         try:
-            return cls(**tensors, metadata=metadata)
+            found = cls(**tensors, metadata=_read_metadata(metadata))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from error
+        if len(found) == 0:
+            raise ValueError(f"{path} has no dialogues: make it again with `hf-falcon prepare`.")
+        return found
 
     def save(self, path: str | Path) -> None:
         """
@@ -223,6 +258,54 @@ def write_atomically(path: str | Path, data: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def _check_header_size(path: str | Path) -> None:
+    with Path(path).open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+    if size > _LARGEST_HEADER:
+        raise ValueError(
+            f"{path} is not a safetensors file of tokens: its header has {size} bytes, more than {_LARGEST_HEADER}. "
+            "Make it again with `hf-falcon prepare`."
+        )
+
+
+def _check_header(file: Any, path: str | Path) -> None:
+    """Checks names, dtypes and shapes before a tensor is read."""
+    missing = sorted(set(_DTYPES) - set(file.keys()))
+    if missing:
+        raise ValueError(f"{path} has no tensors {', '.join(missing)}: a token file holds {', '.join(_DTYPES)}.")
+    for name, dtypes in _DTYPES.items():
+        stored = file.get_slice(name)
+        dtype, shape = _STORED_DTYPES.get(stored.get_dtype(), stored.get_dtype()), stored.get_shape()
+        if len(shape) != 1 or dtype not in dtypes:
+            raise ValueError(
+                f"{path}: `{name}` has dtype {dtype} and shape {tuple(shape)}: it must be one row of "
+                f"{' or '.join(str(known) for known in dtypes)}."
+            )
+
+
+def _read_metadata(text: str) -> dict[str, Any]:
+    try:
+        metadata = parse_json(text)
+    except ValueError as error:
+        raise ValueError(
+            f"`{_METADATA_KEY}` of its metadata is refused: {error}. Make the file again with `hf-falcon prepare`."
+        ) from error
+    if not isinstance(metadata, dict):
+        raise ValueError(f"`{_METADATA_KEY}` of its metadata is {short(metadata)}: it must be an object.")
+    version = metadata.get("format_version", FORMAT_VERSION)
+    if type(version) is not int or not 1 <= version <= FORMAT_VERSION:
+        raise ValueError(
+            f"`format_version` is {short(version)}, this hf-falcon reads {FORMAT_VERSION}: upgrade it, or make the "
+            "file again with `hf-falcon prepare`."
+        )
+    for name, (kinds, words) in _METADATA_KINDS.items():
+        value = metadata.get(name)
+        items = value if isinstance(value, list) else []
+        if name in metadata and not (isinstance(value, kinds) and all(isinstance(item, str) for item in items)):
+            raise ValueError(f"`{name}` of its metadata is {short(value)}: it must be {words}.")
+    return metadata
 
 
 def _refuse(wrong: torch.Tensor, name: str, values: torch.Tensor, rule: str) -> None:

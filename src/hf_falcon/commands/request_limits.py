@@ -1,0 +1,248 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Limits of requests to a server: what exceeds one is refused in words before it takes time or memory."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import math
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from ..training.json_text import parse_json, short
+
+# More than the text of 200,000 tokens.
+LARGEST_BODY = 2 << 20
+# For a header, and again for a body, to arrive.
+SECONDS = 30
+# Seconds in which a client that still sends can read why its request was refused.
+_LAST_WORDS = 2
+# Connections at once; more are answered with status 503.
+CONNECTIONS = 100
+_STOPS = 16
+_LONGEST_STOP = 256
+_BIASES = 1024
+# Fields of `generation_config` in a request: none loads or compiles anything, or multiplies the memory of an answer.
+_GENERATION_FIELDS = {
+    "do_sample",
+    "eos_token_id",
+    "max_new_tokens",
+    "min_new_tokens",
+    "min_p",
+    "no_repeat_ngram_size",
+    "repetition_penalty",
+    "temperature",
+    "top_k",
+    "top_p",
+    "typical_p",
+}
+
+Receive = Callable[[], Awaitable[Mapping[str, Any]]]
+Send = Callable[[Mapping[str, Any]], Awaitable[None]]
+
+
+class _Refused(Exception):
+    def __init__(self, status: int, text: str):
+        self.status, self.text = status, text
+
+
+class RequestLimits:
+    """
+    ASGI middleware that reads the body of a request and passes it on, or refuses the request: a body that is too large
+    (413), too slow (408), not called JSON (415), or no JSON object within the limits of [`parse_json`] (422).
+    """
+
+    def __init__(self, app: Any):
+        self._app = app
+
+    async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        try:
+            body = await asyncio.wait_for(_read_body(scope, receive), SECONDS)
+            _check_body(scope, body)
+        except asyncio.TimeoutError:
+            await _answer(408, f"The body of the request did not arrive within {SECONDS} seconds.", receive, send)
+            return
+        except _Refused as refused:
+            await _answer(refused.status, refused.text, receive, send)
+            return
+        except ConnectionError:
+            return
+        messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+
+        async def replay() -> Mapping[str, Any]:
+            return next(messages, None) or await receive()
+
+        await self._app(scope, replay, send)
+
+
+async def _read_body(scope: Mapping[str, Any], receive: Receive) -> bytes:
+    text = f"more than {LARGEST_BODY} bytes: send a shorter request."
+    # The server refuses lengths that are no numbers.
+    length = int(dict(scope["headers"]).get(b"content-length", 0))
+    if length > LARGEST_BODY:
+        raise _Refused(413, f"The body of the request has {length} bytes, {text}")
+    body = bytearray()
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ConnectionError
+        body += message.get("body", b"")
+        if len(body) > LARGEST_BODY:
+            raise _Refused(413, f"The body of the request has {text}")
+        if not message.get("more_body", False):
+            return bytes(body)
+
+
+def _check_body(scope: Mapping[str, Any], body: bytes) -> None:
+    # Only a POST has a body that is read.
+    if not body or scope["method"] != "POST":
+        return
+    kind = dict(scope["headers"]).get(b"content-type", b"").partition(b";")[0].strip().lower()
+    if kind != b"application/json":
+        raise _Refused(415, "The `Content-Type` of the request is not `application/json`: send JSON.")
+    try:
+        value = parse_json(body.decode("utf-8"))
+    except ValueError as error:
+        raise _Refused(422, f"The body of the request is refused: {error}.") from error
+    if not isinstance(value, dict):
+        raise _Refused(422, f"The body of the request is {short(value)}: it must be an object.")
+
+
+async def _answer(status: int, text: str, receive: Receive, send: Send) -> None:
+    content = json.dumps({"error": {"message": text}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", str(len(content)).encode())]
+    headers.append((b"connection", b"close"))
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": content, "more_body": True})
+
+    async def drain() -> None:
+        message = await receive()
+        while message["type"] != "http.disconnect" and message.get("more_body", False):
+            message = await receive()
+
+    # A connection that is closed while its client sends is reset, and the answer with it.
+    with suppress(asyncio.TimeoutError):
+        await asyncio.wait_for(drain(), _LAST_WORDS)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def protocol() -> Any:
+    """The protocol of a connection for uvicorn, which by itself waits for the header of a request without end."""
+    import h11
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+
+    class Protocol(H11Protocol):
+        _deadline: Any = None
+
+        def connection_made(self, transport: Any) -> None:
+            super().connection_made(transport)
+            self._watch()
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._watch()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            self._watch(lost=True)
+            super().connection_lost(error)
+
+        def _watch(self, lost: bool = False) -> None:
+            waits = not lost and self.conn.their_state is h11.IDLE
+            if waits and self._deadline is None:
+                self._deadline = self.loop.call_later(SECONDS, self._expire)
+            elif not waits and self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def _expire(self) -> None:
+            self._deadline = None
+            if self.conn.their_state is h11.IDLE and not self.transport.is_closing():
+                self.send_400_response(f"The header of the request did not arrive within {SECONDS} seconds.")
+
+    return Protocol
+
+
+def check_request(body: Mapping[str, Any], target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """
+    Checks the fields of a request that can cost much, or that transformers' server finds wrong only while it answers.
+
+    Raises:
+        `ValueError`: naming field, value and remedy.
+    """
+    _check_number(body, "seed", -(2**63), 2**64 - 1)
+    _check_number(body, "frequency_penalty", -0.99, 100)
+    for name in ("suffix", "generation_config"):
+        if not isinstance(body.get(name), (str, type(None))):
+            raise ValueError(f"`{name}` is {short(body[name])}; give a text.")
+    _check_stops(body.get("stop"))
+    bias = body.get("logit_bias")
+    if isinstance(bias, dict):
+        _check_bias(bias, target.config.get_text_config(decoder=True).vocab_size)
+    if body.get("generation_config") is not None:
+        fields = parse_json(body["generation_config"])
+        if not isinstance(fields, dict) or not fields.keys() <= _GENERATION_FIELDS:
+            raise ValueError(
+                f"`generation_config` is {short(fields)}; give a JSON object with some of "
+                f"{', '.join(sorted(_GENERATION_FIELDS))}."
+            )
+    settings = body.get("chat_template_kwargs")
+    if settings is not None:
+        # Among them are another template, and how the text is tokenized.
+        taken = inspect.signature(tokenizer.apply_chat_template).parameters
+        if not isinstance(settings, dict) or any(name in taken for name in settings):
+            raise ValueError(
+                f"`chat_template_kwargs` is {short(settings)}; give an object of variables of the chat template, "
+                f"which are none of {', '.join(taken)}."
+            )
+
+
+def limit_answer(config: Any, target: PreTrainedModel, prompt_length: int) -> None:
+    """
+    Lowers `max_new_tokens` of a generation configuration to what the target's context leaves.
+
+    Raises:
+        `ValueError`: if the prompt alone fills the context, or has no tokens.
+    """
+    if prompt_length == 0:
+        raise ValueError("The prompt has no tokens: give a text.")
+    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    if context is None:
+        return
+    if prompt_length >= context:
+        raise ValueError(f"The prompt has {prompt_length} tokens, and the target's context {context}: shorten it.")
+    config.max_new_tokens = min(config.max_new_tokens or context, context - prompt_length)
+
+
+def _check_number(body: Mapping[str, Any], name: str, least: float, most: float) -> None:
+    value = body.get(name)
+    if isinstance(value, (int, float)) and not least <= value <= most:
+        raise ValueError(f"`{name}` is {short(value)}; give a number from {least} to {most}.")
+
+
+def _check_stops(stops: Any) -> None:
+    texts = [stops] if isinstance(stops, str) else [] if stops is None else stops
+    if (
+        not isinstance(texts, list)
+        or len(texts) > _STOPS
+        or not all(isinstance(text, str) and 0 < len(text) <= _LONGEST_STOP for text in texts)
+    ):
+        raise ValueError(
+            f"`stop` is {short(stops)}; give a text, or up to {_STOPS} of them, of 1 to {_LONGEST_STOP} characters."
+        )
+
+
+def _check_bias(bias: dict[str, Any], vocab_size: int) -> None:
+    if len(bias) > _BIASES:
+        raise ValueError(f"`logit_bias` has {len(bias)} tokens; give {_BIASES} at most.")
+    for token, value in bias.items():
+        if not 0 <= int(token) < vocab_size:
+            raise ValueError(f"`logit_bias` has token {short(token)}; give tokens from 0 to {vocab_size - 1}.")
+        if not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise ValueError(f"`logit_bias` of token {token} is {short(value)}; give a number.")
