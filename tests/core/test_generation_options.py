@@ -20,7 +20,7 @@ from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_falcon import FalconGenerateOutput
-from hf_falcon.core.target_parts import unsupported_reason
+from hf_falcon.core.target_parts import chain_reason
 
 # Full attention, a window, both of them in one model, and positions that are learnt.
 SOME = ("llama", "mistral-window", "gemma2", "qwen2-mixed", "gpt2")
@@ -271,11 +271,20 @@ def check_fallback(target, warnings_given, reason, *args, **kwargs):
     return output
 
 
+WITHOUT_A_CACHE = {"bert": "keeps no cache", "openai-gpt": "no `past_key_values`"}
+
+
 @pytest.mark.parametrize("name", WITHOUT_TREES)
-def test_targets_without_trees(name, warnings_given):
-    reasons = {"bart": "no `position_ids`", "bert": "keeps no cache", "openai-gpt": "no `past_key_values`"}
-    reason = {**reasons, "gpt-neo": "kind ['local']"}.get(name, "ALiBi")
-    check_fallback(tiny_target(name), warnings_given, reason, prompt(9))
+def test_targets_without_trees(name, warnings_given, monkeypatch):
+    target = tiny_target(name)
+    if name in WITHOUT_A_CACHE:
+        check_fallback(target, warnings_given, WITHOUT_A_CACHE[name], prompt(9))
+        return
+    expected = plain(target, prompt(9))
+    use_oracle(monkeypatch, expected, accuracy=0.8)
+    output = plain(target, prompt(9), assistant_model=tiny_drafter(target), return_dict_in_generate=True)
+    assert output.sequences.tolist() == expected.tolist()
+    assert output.draft_statistics.accepted_tokens > 0
 
 
 @pytest.mark.parametrize("implementation", ["flash_attention_2", "flex_attention"])
@@ -283,13 +292,13 @@ def test_attention_that_takes_no_mask(implementation, monkeypatch):
     target = tiny_target("llama")
     monkeypatch.setattr(target.config, "_attn_implementation_internal", implementation)
     given = {"past_key_values": DynamicCache(config=target.config)}
-    assert implementation in unsupported_reason(target, prompt(9), target.generation_config, given)
+    assert implementation in chain_reason(target, prompt(9), given)
 
 
 @pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_targets(name, warnings_given):
     """Stock assisted decoding refuses them."""
-    check_fallback(tiny_target(name), warnings_given, "no `position_ids`", prompt(9))
+    check_fallback(tiny_target(name), warnings_given, "otherwise than one by one", prompt(9))
 
 
 def test_other_weights_than_trained_for_warn_once(warnings_given, monkeypatch):

@@ -121,7 +121,7 @@ ROPE_SCALED: dict[str, Callable[..., PreTrainedModel]] = {
 }
 # transformers 5.17 loses the context where Phi3's frequencies change.
 ROPE_PHI3 = () if transformers.__version__.startswith("5.17.") else ("phi3-longrope",)
-# Targets whose trees cannot be verified: plain decoding runs.
+# Targets that take no tree: chains are verified, or plain decoding runs.
 WITHOUT_TREES: dict[str, Callable[..., PreTrainedModel]] = {
     "bloom": partial(_build, "Bloom", attention="eager", seed=4, n_layer=2, n_head=4, initializer_range=0.2),
     "falcon-alibi": partial(_build, "Falcon", alibi=True, new_decoder_architecture=False, initializer_range=0.2),
@@ -138,7 +138,8 @@ WITHOUT_TREES: dict[str, Callable[..., PreTrainedModel]] = {
     ),
     "openai-gpt": partial(_build, "OpenAIGPT", model_suffix="LMHeadModel", attention="eager", **_GPT2),
 }
-# Targets that keep a state: transformers' own assisted decoding refuses them, and plain decoding runs here.
+# Targets that forget their state in a forward over several tokens: transformers' own assisted decoding refuses them,
+# and plain decoding runs here.
 RECURRENT: dict[str, Callable[..., PreTrainedModel]] = {
     "mamba": partial(_build, "Mamba", attention="eager", state_size=4)
 }

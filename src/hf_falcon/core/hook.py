@@ -418,8 +418,10 @@ def extend_model_kwargs(
     # transformers repeats the types of as many tokens as are new, where a step repeats that of the last one.
     step = 1 if model_kwargs.get("token_type_ids") is not None else new_tokens
     kwargs = dict(model_kwargs)
+    # Not every model's own version of this method knows of several tokens.
+    more = {"num_new_tokens": step} if step > 1 else {}
     for _ in range(new_tokens // step):
-        kwargs = update(_NoOutput() if outputs is None else outputs, kwargs, num_new_tokens=step)
+        kwargs = update(_NoOutput() if outputs is None else outputs, kwargs, is_encoder_decoder=False, **more)
     return kwargs
 
 

@@ -237,8 +237,8 @@ def unsupported_reason(
     if streams := sorted(name for name, value in model_kwargs.items() if isinstance(value, Iterator)):
         return f"every new token of the target takes the next part of {streams}"
     crossing = getattr(config, "cross_attention_layers", None) or ()
-    layers = getattr(cache, "layers", ())
-    if crossing and (_extras(model_kwargs) or any(layers[place].is_initialized for place in crossing[:1])):
+    layers = getattr(cache, "layers", [])[crossing[0] : crossing[0] + 1] if crossing else []
+    if crossing and (_extras(model_kwargs) or any(layer.is_initialized for layer in layers)):
         return "the target's cross-attention layers keep an image in the cache, which then cannot drop branches"
     return None
 
@@ -359,7 +359,8 @@ def quantised_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def is_quantised(layer: nn.Module) -> bool:
     """Whether a layer is linear, and its weight is not an ordinary matrix of numbers of 16 bits or more."""
     weight = getattr(layer, "weight", None)
-    if not isinstance(getattr(layer, "in_features", None), int):
+    # Other modules than linear layers may have the one or the other.
+    if not all(isinstance(getattr(layer, name, None), int) for name in ("in_features", "out_features")):
         return False
     # Quantised weights are integers, subclasses of tensors, or tensors under other names. torch's own subclasses are
     # of layers that are spread over devices.

@@ -397,7 +397,8 @@ class ChainRun:
         if type(cache) is DynamicCache:
             stack_layers(cache)
         self._rewind = Rewind(cache)
-        return outputs.logits[:, -1], tap.take()
+        # GIT puts its image before the prompt.
+        return outputs.logits[:, -1], tap.take()[:, -self.length :]
 
     def max_tree_depth(self) -> int | None:
         """0 where the deferred tokens had better enter the cache, by a forward without draft tokens."""
@@ -502,7 +503,12 @@ def chain_fault(
     form = (attention_implementation(model.config), model.dtype, model.device)
     known, fault = _chain_faults.get(model, (None, None))
     if known != form:
-        _chain_faults[model] = form, (fault := _try_chains(model, generation_config, model_kwargs))
+        try:
+            fault = _try_chains(model, generation_config, model_kwargs)
+        # Whatever a model says to a text without what else it was given.
+        except Exception as error:
+            fault = f"the target runs a text with its other inputs, not alone ({type(error).__name__}: {error})"
+        _chain_faults[model] = form, fault
     return fault
 
 
