@@ -21,7 +21,7 @@ from hf_falcon.commands.models import encode, load_drafter, load_target
 from hf_falcon.core.target_run import ChainRun
 
 # The Mamba part of a small Falcon-H1.
-MAMBA = {"mamba_d_ssm": 768, "mamba_n_heads": 24, "mamba_d_state": 64, "mamba_n_groups": 1, "mamba_chunk_size": 128}
+MAMBA = {"mamba_d_ssm": 768, "mamba_n_heads": 24, "mamba_d_state": 64, "mamba_n_groups": 1}
 # Where a Llama's weights are in a Falcon-H1.
 NAMES = {
     "mlp.": "feed_forward.",
@@ -39,10 +39,15 @@ def main() -> None:
     parser.add_argument("--target", help="Llama model, from the Hub or a folder; the demo's if left out")
     parser.add_argument("--drafter", help="its drafter; the demo's if left out")
     parser.add_argument("--dtype", default="bfloat16", help="dtype of both")
+    parser.add_argument(
+        "--chunk_size", type=int, default=128, help="tokens that a Mamba layer without its kernels computes at least"
+    )
     arguments = parser.parse_args()
     llama, tokenizer = load_target(arguments.target, arguments.dtype)
     drafter = load_drafter(arguments.drafter, arguments.dtype)
-    target = hybrid(llama)
+    target = hybrid(llama, arguments.chunk_size)
+    # It drafts for the same function in another architecture.
+    drafter.config.target_model_type = target.config.model_type
     prompts = [
         encode(tokenizer, prompt, target.device)
         for file in arguments.prompts
@@ -67,12 +72,13 @@ def main() -> None:
 
 
 @torch.no_grad()
-def hybrid(llama: PreTrainedModel) -> PreTrainedModel:
+def hybrid(llama: PreTrainedModel, chunk_size: int) -> PreTrainedModel:
     """A Falcon-H1 with the function of a Llama model."""
     fields = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     fields += ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "rope_parameters")
     fields += ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-    config = FalconH1Config(**{name: getattr(llama.config, name) for name in fields}, **MAMBA)
+    fields_of_llama = {name: getattr(llama.config, name) for name in fields}
+    config = FalconH1Config(**fields_of_llama, **MAMBA, mamba_chunk_size=chunk_size)
     model = FalconH1ForCausalLM(config).to(llama.dtype).eval()
     weights = {}
     for name, weight in llama.state_dict().items():
