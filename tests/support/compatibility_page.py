@@ -1,6 +1,10 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Writes tests/COMPATIBILITY.md: `python tests/support/compatibility_page.py`. Half an hour on two cores."""
+"""
+Writes tests/COMPATIBILITY.md, and the lists of docs/targets.md: `python tests/support/compatibility_page.py`. It takes
+some six minutes of a core.
+"""
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -12,6 +16,8 @@ from tqdm.auto import tqdm
 from transformers.utils import logging
 
 TABLE = Path(__file__).parents[1] / "COMPATIBILITY.md"
+TARGETS = TABLE.parents[1] / "docs" / "targets.md"
+_LISTS = re.compile(r"(?<=`make compatibility` -->\n).*(?=<!-- end -->)", re.DOTALL)
 _RESULTS = (TREES, CHAINS, PLAIN, REFUSED, UNTRIED)
 _INTRODUCTION = """# Compatibility
 
@@ -74,6 +80,15 @@ def page(texts: Iterable[Row], images: Iterable[Row]) -> str:
     )
 
 
+def with_lists(document: str, table: str) -> str:
+    """docs/targets.md with the model types of each result, as they are in the table of a page."""
+    decoders = table[table.index("## Decoders") : table.index("## With images")]
+    rows = re.findall(r"^\| ([\w.-]+) \| \w+ \| ([a-z ]+) \|", decoders, re.MULTILINE)
+    found = {result: [f"`{name}`" for name, each in rows if each == result] for result in _RESULTS}
+    lists = "\n".join(f"- {result} ({len(names)}): {', '.join(names)}" for result, names in found.items() if names)
+    return _LISTS.sub(lambda _: f"\n{lists}\n\n", document)
+
+
 def _why(text: Row, image: Row) -> str:
     if text.remark == image.remark:
         return text.remark
@@ -95,6 +110,7 @@ def main() -> None:
     texts = [classify(name) for name in tqdm((*DECODERS, *MULTIMODAL), unit="model")]
     images = [classify_with_image(name) for name in tqdm(WITH_IMAGES, unit="model")]
     TABLE.write_text(page(texts, images), encoding="utf-8")
+    TARGETS.write_text(with_lists(TARGETS.read_text(encoding="utf-8"), TABLE.read_text(encoding="utf-8")), "utf-8")
     print(f"Written: {TABLE}")
 
 

@@ -243,6 +243,18 @@ def give_back(cache: Cache) -> None:
     cache.layers = [layer.give_back() if isinstance(layer, StackedLayer) else layer for layer in cache.layers]
 
 
+def drop_rows(cache: Cache, rows: int) -> None:
+    """
+    Drops the last `rows` rows of every layer. With 0, layers with a window drop what is outside it.
+
+    Layers without any rows, such as cross-attention without an image, are left out: `Cache.crop` of transformers 5.17
+    fails there.
+    """
+    for layer in cache.layers:
+        if getattr(layer, "is_initialized", True):
+            layer.crop(-rows)
+
+
 class Rewind:
     """
     Takes a cache back to where it was before a forward.
@@ -291,7 +303,7 @@ class Rewind:
             `bool`: whether they are in the cache now; otherwise it is as at the mark.
         """
         if self.drops_rows:
-            self.cache.crop(kept - added)
+            drop_rows(self.cache, added - kept)
         elif kept < added:
             self.undo()
             return False

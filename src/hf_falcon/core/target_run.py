@@ -23,6 +23,7 @@ from .caches import (
     RowLengths,
     StackedLayer,
     StackedRows,
+    drop_rows,
     give_back,
     ragged_layers,
     refill_static,
@@ -210,7 +211,7 @@ class TargetRun:
             for layer in self.cache.layers:
                 if layer.is_initialized and not isinstance(layer, StackedLayer):
                     _keep_rows(layer, path, nodes)
-        self.cache.crop(kept - nodes)
+        drop_rows(self.cache, nodes - kept)
         self._kept = self.length
 
     def _keep_outputs(self, path: Tensor, nodes: int) -> None:
@@ -230,7 +231,7 @@ class TargetRun:
             `torch.Tensor` of shape `(1 + nodes, vocab_size)`: their logits.
         """
         logits, _ = self._forward(star(nodes))
-        self.cache.crop(-self._added)
+        drop_rows(self.cache, self._added)
         return logits
 
     def finish(self) -> Cache:
