@@ -121,6 +121,21 @@ def test_the_cache_is_as_plain_decoding_leaves_it(model_type, model_of, monkeypa
     assert drafted.sequences.tolist() == expected.tolist()
 
 
+def test_a_cache_of_the_model_itself_stays_the_callers(model_of, monkeypatch):
+    """Where the model brings its cache, the caller's object holds the text after the call."""
+    target = model_of("minimax")
+    first = generate(target, prompt())
+    longer = torch.cat((first.sequences, prompt(5, seed=2)), dim=1)
+    expected = generate(target, longer, past_key_values=copy.deepcopy(first.past_key_values))
+    use_oracle(monkeypatch, expected.sequences, accuracy=0.6)
+    cache = copy.deepcopy(first.past_key_values)
+    found = generate(target, longer, past_key_values=cache, assistant_model=drafter_of(target))
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    assert cache.get_seq_length(1) == expected.past_key_values.get_seq_length(1)
+    for ours, theirs in zip(cache.linear_cache, expected.past_key_values.linear_cache, strict=True):
+        assert len(ours) == len(theirs) and (len(ours) == 0 or torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3))
+
+
 class Broken(Exception):
     pass
 

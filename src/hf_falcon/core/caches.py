@@ -289,11 +289,14 @@ class Rewind:
         saved, self._saved = self._saved, None
         if saved is None:
             return
-        if not self._has_layers:
-            self.cache = saved
-            return
-        for layer, state in zip(self.cache.layers, saved):
-            vars(layer).update(state)
+        if isinstance(self.cache, list):
+            self.cache[:] = saved
+        elif not self._has_layers:
+            # The caller may hold this cache.
+            vars(self.cache).update(vars(saved))
+        else:
+            for layer, state in zip(self.cache.layers, saved):
+                vars(layer).update(state)
 
     def keep(self, added: int, kept: int) -> bool:
         """

@@ -403,10 +403,10 @@ class ChainRun:
 
     def max_tree_depth(self) -> int | None:
         """0 where the deferred tokens had better enter the cache, by a forward without draft tokens."""
-        if self.deferred == 0:
+        if self.deferred >= self.most_deferred:
+            return 0
+        if self.deferred == 0 or self.costs is None:
             return None
-        if self.costs is None or self.deferred >= self.most_deferred:
-            return 0 if self.deferred >= self.most_deferred else None
         # As in the problem of renting or buying: no more than twice what the best moment would have cost. Such a
         # forward brings one token, which drafting brings in half a plain step.
         price = self.costs.target(self.deferred)[-1] - 0.5
