@@ -243,11 +243,9 @@ def test_layers_that_the_target_does_not_have():
 @pytest.mark.parametrize(
     "name, reason",
     [
-        ("bloom", "ALiBi"),
         ("bert", "encoder"),
-        ("gpt-neo", "layers of kind ['local']"),
         ("openai-gpt", "takes no `past_key_values`"),
-        ("mamba", "takes no `position_ids`"),
+        ("mamba", "otherwise than one by one"),
     ],
 )
 def test_a_target_that_is_decoded_plainly(name, reason):
@@ -256,7 +254,7 @@ def test_a_target_that_is_decoded_plainly(name, reason):
     assert reason in only(found.findings, "plain_decoding").evidence and found.acceptance == {}
 
 
-@pytest.mark.parametrize("target", ["llama", "mistral-window", "gemma2", "gpt2", "llama-dynamic"])
+@pytest.mark.parametrize("target", ["llama", "mistral-window", "gemma2", "gpt2", "llama-dynamic", "bloom", "gpt-neo"])
 def test_other_targets_are_not_an_obstacle(target):
     target = tiny_target(target)
     assert diagnosis.find_obstacle(case_of(tiny_drafter(target), target)) is None

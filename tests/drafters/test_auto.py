@@ -269,7 +269,8 @@ def test_a_repository_that_changes_meanwhile(saved, tmp_path):
             for value in (3, 4):
                 folder = tmp_path / f"{kind}{value}"
                 drafter = AutoDrafter.from_pretrained(saved / kind)
-                torch.nn.init.constant_(drafter.norm.weight, value)
+                # Not by `torch.nn.init`, which does nothing while transformers loads a model in another thread.
+                drafter.norm.weight.data.fill_(value)
                 drafter.generation_config.num_assistant_tokens = value
                 drafter.save_pretrained(folder)
                 edit(folder / "config.json", weights_sha256=None)

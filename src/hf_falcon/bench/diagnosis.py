@@ -7,6 +7,7 @@ Where a cause can be removed for a moment, the check measures the acceptance wit
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -19,11 +20,12 @@ from transformers import DynamicCache, PreTrainedModel
 
 from ..core.candidate_generator import FalconCandidateGenerator
 from ..core.checkpoint_files import embedding_fingerprint, weights_fingerprint
+from ..core.decoding import unsupported_chains
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
 from ..core.modeling_falcon_draft import FalconDraftNetwork
 from ..core.policy import acceptance_stats_of
-from ..core.target_parts import FeatureTap, unsupported_reason
+from ..core.target_parts import FeatureTap, chain_reason, unsupported_reason
 from .acceptance import Acceptance, FirstChoices, Inputs, Text, decode, first_choices
 
 # A difference counts from two standard errors on: by chance, one comparison of twenty is further from 0.
@@ -281,12 +283,15 @@ def find_obstacle(case: Case) -> Finding | None:
             "train a drafter for this one with `hf-falcon train`.",
         )
     input_ids = inputs.pop("input_ids")
-    prepared = {
-        **inputs,
-        "past_key_values": None if target.config.is_encoder_decoder else DynamicCache(config=target.config),
-        "position_ids": torch.arange(input_ids.shape[1], device=target.device)[None],
-    }
+    takes = inspect.signature(target.forward).parameters
+    has_cache = "past_key_values" in takes and not target.config.is_encoder_decoder
+    prepared = {**inputs, "past_key_values": DynamicCache(config=target.config) if has_cache else None}
+    if "position_ids" in takes:
+        prepared["position_ids"] = torch.arange(input_ids.shape[1], device=target.device)[None]
     reason = unsupported_reason(target, input_ids, target.generation_config, prepared)
+    chains = None if reason is not None else chain_reason(target, input_ids, prepared)
+    if chains is not None:
+        reason = unsupported_chains(target, chains, input_ids, target.generation_config, prepared)
     if reason is None:
         return None
     return Finding(

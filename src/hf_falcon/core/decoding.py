@@ -91,7 +91,7 @@ def assisted_decoding(
     # Why the target takes chains only, if it does.
     chains = None if reason is not None else chain_reason(target, input_ids, model_kwargs)
     if chains is not None:
-        reason = _unsupported_chains(target, chains, input_ids, generation_config, model_kwargs)
+        reason = unsupported_chains(target, chains, input_ids, generation_config, model_kwargs)
     if reason is None and input_ids.shape[0] > 1:
         reason = unsupported_batch_reason(
             target, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
@@ -135,14 +135,24 @@ def assisted_decoding(
     return _output(sequence, statistics, cache, generation_config, run.layer_outputs)
 
 
-def _unsupported_chains(
+def unsupported_chains(
     target: PreTrainedModel,
     chains: str,
     input_ids: Tensor,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> str | None:
-    """The reason why a target that takes no trees is decoded plainly in this call; `None` if it takes chains."""
+    """
+    The reason why a target that takes no trees is decoded plainly in this call; see [`unsupported_reason`].
+
+    Args:
+        target ([`PreTrainedModel`]): the target.
+        chains (`str`): why it takes no trees; see [`chain_reason`].
+        input_ids, generation_config, model_kwargs: what `generate` prepared.
+
+    Returns:
+        `str`, or `None` where it verifies chains.
+    """
     more = "the batch has several rows" if input_ids.shape[0] > 1 else None
     more = more or unsupported_chain_reason(target, generation_config, model_kwargs)
     if more is not None:

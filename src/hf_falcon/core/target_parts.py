@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import (
+    Cache,
     DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
@@ -228,7 +229,7 @@ def unsupported_reason(
     if not isinstance(cache, (DynamicCache, StaticCache, NoneType)) or getattr(cache, "offloading", False):
         return f"the cache is a {type(cache).__name__} that cannot drop rejected branches (use a DynamicCache)"
     mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
-    past = 0 if cache is None else cache.get_seq_length()
+    past = cached_tokens(cache)
     tokens = (input_ids if embeds is None else embeds).shape[1]
     if mask is not None and (mask.dim() != 2 or mask.shape[1] not in (tokens, past + tokens) or mask.shape[1] <= past):
         return (
@@ -241,6 +242,13 @@ def unsupported_reason(
     if crossing and (_extras(model_kwargs) or any(layer.is_initialized for layer in layers)):
         return "the target's cross-attention layers keep an image in the cache, which then cannot drop branches"
     return None
+
+
+def cached_tokens(cache: Cache | None) -> int:
+    """Tokens in a cache; 0 where it has recurrent layers only, which do not count."""
+    attends = cache is not None and any(hasattr(layer, "get_seq_length") for layer in cache.layers)
+    # A cache without layers yet is empty.
+    return int(cache.get_seq_length()) if cache is not None and attends else 0
 
 
 def chain_reason(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:

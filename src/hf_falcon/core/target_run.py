@@ -39,6 +39,7 @@ from .target_parts import (
     CACHE_NAMES,
     SLIDING,
     FeatureTap,
+    cached_tokens,
     first_step,
     inputs_beside_text,
     layer_kinds,
@@ -383,7 +384,7 @@ class ChainRun:
         embeds, past = self.prompt_embeds, self.cache
         self.length = input_ids.shape[1]
         if embeds is not None:
-            self.length = embeds.shape[1] + (past.get_seq_length() if isinstance(past, Cache) else 0)
+            self.length = embeds.shape[1] + (cached_tokens(past) if isinstance(past, Cache) else 0)
         with self._tap as tap:
             outputs = self._outputs = prefill(
                 self.model,
