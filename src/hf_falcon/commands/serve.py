@@ -81,6 +81,8 @@ def main(argv: list[str]) -> int:
             print(f"{name} {with_drafter}: {address}")
             print(f"Try it: {example_request(address, tokenizer)}", flush=True)
             server.run(listener)
+        # A process that a shell put into the background gets none: the server has stopped by itself then.
         except KeyboardInterrupt:
-            print("\nStopped.", file=sys.stderr)
+            pass
+        print("\nStopped.", file=sys.stderr)
     return 0
