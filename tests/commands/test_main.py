@@ -9,6 +9,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from tiny_models import tiny_target, tiny_tokenizer
+from utilities import edit
 
 from hf_falcon.commands import demo, models
 from hf_falcon.commands import main as entry
@@ -293,3 +295,19 @@ def test_demo_status_is_that_of_float32(monkeypatch, capsys, timed_ids, fp32_ids
 def test_decoding_without_the_drafter_is_no_measurement():
     with pytest.raises(ValueError, match="without the drafter"):
         demo.tau_and_alpha(SimpleNamespace(draft_statistics=None))
+
+
+@pytest.mark.parametrize("dtype, expected", [("auto", "auto"), ("bfloat16", torch.bfloat16)])
+def test_quantised_weights_keep_their_dtype(dtype, expected, tmp_path, monkeypatch):
+    tiny_target("llama").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    edit(tmp_path / "config.json", quantization_config={"quant_method": "torchao"})
+    given = []
+
+    def load(folder, dtype, trust_remote_code):
+        given.append(dtype)
+        return tiny_target("llama")
+
+    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", load)
+    models.load_target(str(tmp_path), dtype)
+    assert given == [expected]

