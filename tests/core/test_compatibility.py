@@ -28,8 +28,8 @@ KNOWN = {
     "qwen3_moe": TREES,
     "bart": CHAINS,
     "bloom": CHAINS,
-    # Before 5.23 GIT's mask is another one for several tokens.
-    "git": CHAINS if transformers.__version__ >= "5.23" else PLAIN,
+    # In transformers 5.17 GIT computes several tokens otherwise than one by one.
+    "git": PLAIN if transformers.__version__.startswith("5.17.") else CHAINS,
     "gpt_neo": CHAINS,
     "lfm2": CHAINS,
     "qwen3_5_text": CHAINS,
