@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """The examples of decoding, on a tiny target."""
 
+import json
 import os
 import re
 import subprocess
@@ -118,3 +119,16 @@ def test_code_and_math_prompts(tmp_path, monkeypatch, capsys):
     assert len(code) == 60 and len(set(made["first"])) > 250
     # Every field of a problem has a value.
     assert not any(f"{{{name}}}" in prompt for prompt in made["first"] for name in ("a", "name", "things", "product"))
+
+
+def test_later_turns(tmp_path, monkeypatch, capsys):
+    script = example("later_turns")
+    texts = ("first", "answer", "w" * script.SHORTEST_PROMPT, "x" * script.SHORTEST_RESPONSE, "go on", "y" * 999)
+    dialogue = [{"from": role, "value": text} for role, text in zip(("human", "gpt") * 3, texts)]
+    data, output = tmp_path / "dialogues.json", tmp_path / "later.jsonl"
+    # The second dialogue repeats the first. The third has one turn.
+    data.write_text(json.dumps([{"conversations": part} for part in (dialogue, dialogue, dialogue[4:])]))
+    monkeypatch.setattr("sys.argv", ["later_turns.py", "--data", str(data), "--output", str(output)])
+    script.main()
+    assert capsys.readouterr().out == f"{output}: 1 turns\n"
+    assert [[message["content"] for message in turn] for turn in read_dialogues(output)] == [list(texts[2:4])]
