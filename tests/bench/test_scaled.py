@@ -89,6 +89,8 @@ def test_what_cannot_be_scaled():
         scaled_target(target, Shape(64, 64, 2, 8, 4, 12))
     with pytest.raises(ValueError, match="`num_lstm_layers` 2"):
         scaled_drafter(new_drafter(target, num_lstm_layers=2), target)
+    with pytest.raises(ValueError, match="`use_qk_norm` True"):
+        scaled_drafter(new_drafter(target, num_lstm_layers=0, use_qk_norm=True), target)
 
 
 def test_only_falcon_drafters_are_scaled():

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import HIDDEN, new_drafter, random_tokens
+from tiny_models import EXTRAS, HIDDEN, new_drafter, random_tokens
 from utilities import close
 
 from hf_falcon import DraftOptions, FalconCandidateGenerator
@@ -121,7 +121,7 @@ def test_forwards_agree(target, monkeypatch, block_size, lstm_layers, anchor):
 
 
 @pytest.mark.parametrize("block_size, lstm_layers", [(2, 0), (3, 2), (4, 1)])
-@pytest.mark.parametrize("option", [{"conditioning_size": 24}, {"feature_layers": [1, 0]}])
+@pytest.mark.parametrize("option", [option for option in EXTRAS.values() if option])
 def test_forwards_agree_with_options(target, monkeypatch, block_size, lstm_layers, option):
     drafting = Drafting(target, monkeypatch, block_size=block_size, num_lstm_layers=lstm_layers, **option)
     expected = drafting.whole(drafting.features[:, :13], drafting.tokens[:, 1:14])

@@ -13,7 +13,7 @@ import torch
 from counting_compiler import Backend, compiled_by, generate, slow, wrong
 from eagle3_models import new_eagle3
 from quick import one_in, quick
-from tiny_models import prompt, tiny_drafter, tiny_target
+from tiny_models import EXTRAS, prompt, tiny_drafter, tiny_target
 from toy_drafter import toy_drafter
 
 import hf_falcon
@@ -79,9 +79,7 @@ def seeded():
     return torch.Generator().manual_seed(0)
 
 
-@pytest.mark.parametrize(
-    "shape, extra", one_in(3, [(1, 0), (1, 1), (2, 0), (2, 1), (3, 2)], ["nothing", "conditioning", "layers"])
-)
+@pytest.mark.parametrize("shape, extra", one_in(3, [(1, 0), (1, 1), (2, 0), (2, 1), (3, 2)], list(EXTRAS)))
 def test_trees_are_the_same(shape, extra, target, backend):
     block_size, num_lstm_layers = shape
     drafter = drafter_of(target, block_size, num_lstm_layers, extra)

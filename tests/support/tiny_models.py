@@ -185,6 +185,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "conditioning": {"conditioning_size": 24},
     "layers": {"feature_layers": [1, 0]},
+    "norms": {"attention_bias": True, "use_qk_norm": True, "use_post_norms": True},
 }
 
 

@@ -24,6 +24,16 @@ from ..core.drafter import DraftModel, FalconDraftModel
 from .medusa import MedusaLikeModel
 from .memory import weight_bytes
 
+# Fields of a drafter's configuration for parts that are not scaled.
+_UNSCALABLE = (
+    "num_lstm_layers",
+    "conditioning_size",
+    "feature_layers",
+    "attention_bias",
+    "use_qk_norm",
+    "use_post_norms",
+)
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -98,12 +108,9 @@ def scaled_drafter(drafter: DraftModel, target: PreTrainedModel) -> FalconDraftM
     if not isinstance(drafter, FalconDraftModel):
         raise ValueError(f"The drafter is a {type(drafter).__name__}: only Falcon drafters can be scaled.")
     config = drafter.config
-    if config.num_lstm_layers > 0 or config.conditioning_size > 0 or config.feature_layers:
-        raise ValueError(
-            f"The drafter has `num_lstm_layers` {config.num_lstm_layers}, `conditioning_size` "
-            f"{config.conditioning_size} and `feature_layers` {config.feature_layers}: only drafters without these "
-            "can be scaled."
-        )
+    for name in _UNSCALABLE:
+        if getattr(config, name):
+            raise ValueError(f"The drafter has `{name}` {getattr(config, name)}, and cannot be scaled.")
     sizes = FalconDraftConfig.from_target(target.config, num_hidden_layers=config.num_hidden_layers)
     shape = Shape(**{field.name: getattr(sizes, field.name) for field in fields(Shape)})
     new = copy.deepcopy(config)

@@ -15,7 +15,7 @@ from ..core.drafter import DraftModel, FalconDraftModel
 from ..training.features import StoredFeatures, feature_statistics
 from ..training.final_tau import decoded_tau
 from ..training.plot import TrainingPlot
-from ..training.start import start_eagle3, start_falcon
+from ..training.start import like_last_layer, start_eagle3, start_falcon
 from ..training.token_file import TokenFile
 from ..training.trainer import DraftSamples, FalconTrainer, FalconTrainingArguments
 from . import plan
@@ -157,6 +157,8 @@ def _drafter(options: DrafterArguments, target: PreTrainedModel, data: TokenFile
     if options.init_from is not None:
         return ARCHITECTURES[options.architecture].from_pretrained(options.init_from, dtype=torch.float32)
     config = _config(options, target)
+    if ARCHITECTURES[options.architecture] is FalconDraftModel and config.num_lstm_layers == 0:
+        config = like_last_layer(config, target)
     drafter: Any = ARCHITECTURES[options.architecture](config)
     if config.draft_vocab_size not in (None, config.vocab_size):
         token_ids, coverage = frequent_tokens(data, config.vocab_size, config.draft_vocab_size)

@@ -111,6 +111,12 @@ class FalconDraftConfig(PreTrainedConfig):
             EAGLE-3). With `None`, drafting scores all tokens.
         hidden_act (`str`, *optional*, defaults to `"silu"`):
             Activation of the MLP.
+        attention_bias (`bool`, *optional*, defaults to `False`):
+            Add biases to queries, keys and values (Qwen 2).
+        use_qk_norm (`bool`, *optional*, defaults to `False`):
+            Normalise each head of queries and keys (Qwen 3, Gemma 3).
+        use_post_norms (`bool`, *optional*, defaults to `False`):
+            Normalise the outputs of attention and MLP (Gemma 2 and 3).
         rms_norm_eps (`float`, *optional*, defaults to 1e-5):
             Epsilon of the norms.
         rope_theta (`float`, *optional*, defaults to 10000.0):
@@ -163,6 +169,9 @@ class FalconDraftConfig(PreTrainedConfig):
         feature_layers: list[int] | None = None,
         draft_vocab_size: int | None = None,
         hidden_act: str = "silu",
+        attention_bias: bool = False,
+        use_qk_norm: bool = False,
+        use_post_norms: bool = False,
         rms_norm_eps: float = 1e-5,
         rope_theta: float = 10000.0,
         max_position_embeddings: int = 2048,
@@ -197,6 +206,9 @@ class FalconDraftConfig(PreTrainedConfig):
         self.feature_layers = [] if feature_layers is None else feature_layers
         self.draft_vocab_size = draft_vocab_size
         self.hidden_act = hidden_act
+        self.attention_bias = attention_bias
+        self.use_qk_norm = use_qk_norm
+        self.use_post_norms = use_post_norms
         self.rms_norm_eps = rms_norm_eps
         self.rope_theta = rope_theta
         self.max_position_embeddings = max_position_embeddings
@@ -256,8 +268,10 @@ class FalconDraftConfig(PreTrainedConfig):
             raise ValueError(
                 f"`feature_layers` is {_shown(layers)}: give different layers of the target, counted from 0."
             )
-        if type(self.block_anchor) is not bool:
-            raise ValueError(f"`block_anchor` is {_shown(self.block_anchor)}: set it to True or False.")
+        for field in ("block_anchor", "attention_bias", "use_qk_norm", "use_post_norms"):
+            value = getattr(self, field)
+            if type(value) is not bool:
+                raise ValueError(f"`{field}` is {_shown(value)}: set it to True or False.")
         if not isinstance(self.hidden_act, str) or self.hidden_act not in ACT2FN:
             raise ValueError(f"`hidden_act` is {_shown(self.hidden_act)}: set it to an activation of transformers.")
         for field in ("rms_norm_eps", "rope_theta", "logit_softcapping", "initializer_range", "logit_scale"):

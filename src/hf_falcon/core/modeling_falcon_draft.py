@@ -82,22 +82,49 @@ class FalconRMSNorm(nn.RMSNorm):
 
 
 class FalconAttention(nn.Module):
-    """Grouped-query self-attention with rotary positions."""
+    """
+    Grouped-query self-attention with rotary positions.
 
-    def __init__(self, config: FalconDraftConfig, layer: int):
+    Args:
+        config ([`FalconDraftConfig`]): the sizes.
+        layer (`int`): number of the layer.
+        has_bias (`bool`): whether queries, keys and values have biases.
+        has_norms (`bool`): whether each head of queries and keys is normalised.
+        input_size (`int`, *optional*): width of its input. Defaults to the hidden size.
+    """
+
+    def __init__(
+        self,
+        config: FalconDraftConfig,
+        layer: int,
+        has_bias: bool = False,
+        has_norms: bool = False,
+        input_size: int | None = None,
+    ):
         super().__init__()
         self.layer = layer
         self.heads = config.num_attention_heads
         self.kv_heads = config.num_key_value_heads
         self.head_dim = config.head_dim
-        self.q_proj = nn.Linear(config.hidden_size, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.hidden_size, self.kv_heads * self.head_dim, bias=False)
+        width = input_size or config.hidden_size
+        self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=has_bias)
+        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=has_bias)
+        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=has_bias)
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=False)
+        self.q_norm = FalconRMSNorm(self.head_dim, eps=config.rms_norm_eps) if has_norms else None
+        self.k_norm = FalconRMSNorm(self.head_dim, eps=config.rms_norm_eps) if has_norms else None
 
     def queries_and_keys(self, hidden: Tensor) -> Tensor:
         """The heads of the queries, then those of the keys, side by side."""
-        return torch.cat((self.q_proj(hidden), self.k_proj(hidden)), dim=-1)
+        if self.q_norm is None:
+            return torch.cat((self.q_proj(hidden), self.k_proj(hidden)), dim=-1)
+        queries = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)))
+        return torch.cat((queries, self.keys(hidden)), dim=-2)
+
+    def keys(self, hidden: Tensor) -> Tensor:
+        """Keys before their rotation, of shape `(..., kv_heads, head_dim)`, for `hidden` of shape `(..., width)`."""
+        keys = self.k_proj(hidden).unflatten(-1, (-1, self.head_dim))
+        return keys if self.k_norm is None else self.k_norm(keys)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: KeyValueCache | None) -> Tensor:
         batch, length, _, _ = cos.shape
@@ -130,18 +157,40 @@ class FalconMLP(nn.Module):
 
 
 class FalconDecoderLayer(GradientCheckpointingLayer):
-    """Pre-norm decoder layer."""
+    """
+    Pre-norm decoder layer.
 
-    def __init__(self, config: FalconDraftConfig, layer: int):
+    Args:
+        config ([`FalconDraftConfig`]): the sizes.
+        layer (`int`): number of the layer.
+        has_bias, has_qk_norm (`bool`): see [`FalconAttention`].
+        has_post_norms (`bool`): whether the outputs of attention and MLP are normalised, too.
+    """
+
+    def __init__(
+        self,
+        config: FalconDraftConfig,
+        layer: int,
+        has_bias: bool = False,
+        has_qk_norm: bool = False,
+        has_post_norms: bool = False,
+    ):
         super().__init__()
         self.input_layernorm = FalconRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.self_attn = FalconAttention(config, layer)
+        self.self_attn = FalconAttention(config, layer, has_bias, has_qk_norm)
+        # Before the MLP: the name is Llama's.
         self.post_attention_layernorm = FalconRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.mlp = FalconMLP(config)
+        self.attention_post_norm = self.mlp_post_norm = None
+        if has_post_norms:
+            self.attention_post_norm = FalconRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            self.mlp_post_norm = FalconRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
 
     def forward(self, hidden: Tensor, cos: Tensor, sin: Tensor, mask: Tensor, cache: KeyValueCache | None) -> Tensor:
-        hidden = hidden + self.self_attn(self.input_layernorm(hidden), cos, sin, mask, cache)
-        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+        mixed = self.self_attn(self.input_layernorm(hidden), cos, sin, mask, cache)
+        hidden = hidden + (mixed if self.attention_post_norm is None else self.attention_post_norm(mixed))
+        mixed = self.mlp(self.post_attention_layernorm(hidden))
+        return hidden + (mixed if self.mlp_post_norm is None else self.mlp_post_norm(mixed))
 
 
 class FalconFusion(nn.Module):
@@ -242,7 +291,8 @@ class FalconDraftNetwork(PreTrainedModel):
         self.anchor = None
         if config.block_anchor and config.block_size > 1:
             self.anchor = nn.Linear(config.hidden_size, config.block_size * config.hidden_size, bias=False)
-        self.layers = nn.ModuleList(FalconDecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        kind = config.attention_bias, config.use_qk_norm, config.use_post_norms
+        self.layers = nn.ModuleList(FalconDecoderLayer(config, i, *kind) for i in range(config.num_hidden_layers))
         self.norm = FalconRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.conditioning = None
         if config.conditioning_size > 0 and config.block_size > 1:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from ..core.modeling_falcon_draft import FalconAttention, FalconRMSNorm
+from ..core.modeling_falcon_draft import FalconAttention
 from ..core.tree import to_device
 
 
@@ -25,26 +25,9 @@ class LayerAttention(FalconAttention):
     """
 
     def __init__(self, config: Any, layer: int, has_norms: bool, input_size: int | None = None):
-        super().__init__(config, layer)
-        bias, width = config.attention_bias, input_size or config.hidden_size
-        self.q_proj = nn.Linear(width, self.heads * self.head_dim, bias=bias)
-        self.k_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
-        self.v_proj = nn.Linear(width, self.kv_heads * self.head_dim, bias=bias)
-        self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size, bias=bias)
-        self.q_norm = FalconRMSNorm(self.head_dim, eps=config.rms_norm_eps) if has_norms else None
-        self.k_norm = FalconRMSNorm(self.head_dim, eps=config.rms_norm_eps) if has_norms else None
-
-    def queries_and_keys(self, hidden: Tensor) -> Tensor:
-        """See [`FalconAttention.queries_and_keys`]."""
-        if self.q_norm is None:
-            return super().queries_and_keys(hidden)
-        queries = self.q_norm(self.q_proj(hidden).unflatten(-1, (-1, self.head_dim)))
-        return torch.cat((queries, self.keys(hidden)), dim=-2)
-
-    def keys(self, hidden: Tensor) -> Tensor:
-        """Keys before their rotation, of shape `(..., kv_heads, head_dim)`, for `hidden` of shape `(..., width)`."""
-        keys = self.k_proj(hidden).unflatten(-1, (-1, self.head_dim))
-        return keys if self.k_norm is None else self.k_norm(keys)
+        super().__init__(config, layer, config.attention_bias, has_norms, input_size)
+        if config.attention_bias:
+            self.o_proj = nn.Linear(self.heads * self.head_dim, config.hidden_size)
 
 
 class RotaryEmbedding:

@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
 
+from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.draft_session import embed, head_parameters
 from ..core.drafter import FalconDraftModel
 from ..core.modeling_falcon_draft import additive_mask, relaxed_causal_mask
@@ -24,9 +27,37 @@ _FALCON_RIDGE = 0.01
 _FALCON_SAMPLES = 128
 # Of copied layers, as a share of the mean square of a feature: rounding is less, another kind of layer far more.
 _LARGEST_ERROR = 0.01
+# The drafter's names for the norms of layers that normalise their outputs, too (Gemma 2 and 3).
+_POST_NORMS = {
+    "post_attention_layernorm": "attention_post_norm",
+    "pre_feedforward_layernorm": "post_attention_layernorm",
+    "post_feedforward_layernorm": "mlp_post_norm",
+}
 # Of the scale that the target's head reads. Untrained states are mostly wrong, and at the full scale the first losses
 # were several times those of a uniform distribution.
 _SHARE_OF_SCALE = 0.3
+
+
+def like_last_layer(config: FalconDraftConfig, target: PreTrainedModel) -> FalconDraftConfig:
+    """
+    The configuration of a new drafter, changed so that its layers can be copies of the target's last ones: with their
+    biases, norms and activation. `config` itself, if they would still have other weights.
+    """
+    found = _last_layers(target, 1)
+    if not found:
+        return config
+    attention = getattr(found[0], "self_attn", None)
+    text_config = target.config.get_text_config(decoder=True)
+    activation = getattr(text_config, "hidden_activation", None) or getattr(text_config, "hidden_act", None)
+    changed = copy.deepcopy(config)
+    changed.attention_bias = getattr(getattr(attention, "q_proj", None), "bias", None) is not None
+    changed.use_qk_norm = hasattr(attention, "q_norm")
+    changed.use_post_norms = hasattr(found[0], "pre_feedforward_layernorm")
+    if isinstance(activation, str) and activation in ACT2FN:
+        changed.hidden_act = activation
+    with torch.device("meta"):
+        drafter = FalconDraftModel(changed)
+    return changed if _same_shapes(drafter.layers[0], found[0]) else config
 
 
 @torch.no_grad()
@@ -73,15 +104,18 @@ def _copy_last_layers(drafter: FalconDraftModel, target: PreTrainedModel, rows: 
     Returns:
         `bool`: whether the copies compute these features. If not, the drafter is as before.
     """
-    decoder = decoder_of(target)
-    norm = getattr(decoder, "norm", None)
-    copies = list(zip(drafter.layers, list(getattr(decoder, "layers", ()))[-len(drafter.layers) :]))
-    copies.append((drafter.norm, norm))
-    if any(theirs is None or _shapes(mine) != _shapes(theirs) for mine, theirs in copies):
+    norm = getattr(decoder_of(target), "norm", None)
+    if norm is None:
+        return False
+    copies = [*zip(drafter.layers, _last_layers(target, len(drafter.layers))), (drafter.norm, norm)]
+    if not all(_same_shapes(mine, theirs) for mine, theirs in copies):
         return False
     kept = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     for mine, theirs in copies:
-        mine.load_state_dict(theirs.state_dict())
+        for name, part, weight in _weights(theirs):
+            # An RMS norm makes its gain of ones. Some models' weights are the gain less 1 (Gemma).
+            gain = weight.ndim == 1 and name.endswith("weight")
+            mine.get_parameter(name).copy_(part(torch.ones_like(weight)) if gain else weight)
     drafter.norm.weight.div_(drafter.feature_std)
     drafter.feature_mean.zero_()
     if drafter.anchor is not None:
@@ -97,8 +131,22 @@ def _copy_last_layers(drafter: FalconDraftModel, target: PreTrainedModel, rows: 
     return True
 
 
-def _shapes(module: nn.Module) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in module.state_dict().items()}
+def _last_layers(target: PreTrainedModel, count: int) -> list[nn.Module]:
+    return list(getattr(decoder_of(target), "layers", ()))[-count:]
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, nn.Module, Tensor]]:
+    """The weights of a layer or a norm: the drafter's name, the module that has the weight, and the weight."""
+    names = _POST_NORMS if hasattr(module, "pre_feedforward_layernorm") else {}
+    for path, part in module.named_modules():
+        first, *others = path.split(".")
+        for name, weight in part.named_parameters(recurse=False):
+            yield ".".join(filter(None, (names.get(first, first), *others, name))), part, weight
+
+
+def _same_shapes(mine: nn.Module, theirs: nn.Module) -> bool:
+    shapes = {name: weight.shape for name, weight in mine.named_parameters()}
+    return shapes == {name: weight.shape for name, _, weight in _weights(theirs)}
 
 
 @torch.no_grad()
