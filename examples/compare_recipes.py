@@ -14,41 +14,32 @@ import subprocess
 import sys
 from pathlib import Path
 
-from safetensors.torch import load_file
-from transformers.trainer_utils import sort_checkpoints
-
-from hf_falcon.commands.models import load_drafter
-
-PAPER = "--block_size 2 --num_lstm_layers 2 --distillation_weight 0.1"
 LINEAR = "--num_lstm_layers 0 --distillation_weight 1"
 A = f"--block_size 1 {LINEAR}"
 B = f"{A} --unroll_passes 3"
-# A moving average of weights: each checkpoint counts (1 - DECAY), what was before it DECAY.
-SPACING, DECAY = 5, 0.8
-AVERAGED = f"A, moving average of weights (decay {DECAY} every {SPACING} steps)"
+C = f"--block_size 2 {LINEAR}"
 RECIPES = {
-    "paper: k = 2, LSTM, CSGD": PAPER,
-    "without CSGD (no glancing)": f"{PAPER} --glancing_ratio 0",
-    "k = 3": f"{PAPER} --block_size 3",
-    "k = 4": f"{PAPER} --block_size 4",
-    "k = 1, linear fusion (EAGLE)": "--block_size 1 --num_lstm_layers 0 --distillation_weight 0.1",
-    "A: the same, distillation weight 1": A,
-    AVERAGED: A,
-    "A, Muon": f"{A} --muon True",
-    "A, all tokens in the draft vocabulary": f"{A} --draft_vocab_size 49152",
-    "A, draft vocabulary of 16k": f"{A} --draft_vocab_size 16384",
-    "B: A, 3 unrolled passes": B,
-    "B, 3 more target layers": f"{B} --feature_layers 2 14 26",
-    "B, 3 more target layers, no regression": f"{B} --feature_layers 2 14 26 --regression_weight 0",
+    "A: k = 1, one pass": A,
+    "B: k = 1, 3 unrolled passes": B,
+    "B, half the learning rate": f"{B} --learning_rate 4e-4",
+    "B, twice the learning rate": f"{B} --learning_rate 1.6e-3",
+    "B, Muon": f"{B} --muon True",
+    "B, Muon, 3 times the learning rate": f"{B} --muon True --learning_rate 2.4e-3",
+    "B, loss -log of the overlap": f"{B} --divergence log_overlap",
+    "B, hybrid loss": f"{B} --divergence hybrid",
+    "B, total variation": f"{B} --divergence total_variation",
     "B, 5 passes, each weighing 0.8 of the one before": f"{A} --unroll_passes 5 --pass_decay 0.8",
     "B, 3 decoder layers": f"{B} --num_draft_layers 3",
     "B, 4 decoder layers": f"{B} --num_draft_layers 4",
     "B, MLPs twice as wide": f"{B} --intermediate_size 3072",
-    "B, loss -log of the overlap": f"{B} --divergence log_overlap",
-    "B, hybrid loss": f"{B} --divergence hybrid",
-    "B, total variation": f"{B} --divergence total_variation",
-    "C: k = 2, linear, distillation weight 1": f"--block_size 2 {LINEAR}",
-    "C, conditioned blocks": f"--block_size 2 {LINEAR} --conditioning_size 576",
+    "B, draft vocabulary of 16k": f"{B} --draft_vocab_size 16384",
+    "B, all tokens in the draft vocabulary": f"{B} --draft_vocab_size 49152",
+    "B, 3 more target layers": f"{B} --feature_layers 2 14 26",
+    "B, 3 more target layers, no regression": f"{B} --feature_layers 2 14 26 --regression_weight 0",
+    "C: k = 2": C,
+    "C, conditioned blocks": f"{C} --conditioning_size 576",
+    "k = 4, conditioned blocks": f"--block_size 4 {LINEAR} --conditioning_size 576",
+    "paper: k = 2, LSTM, CSGD": "--block_size 2 --num_lstm_layers 2 --distillation_weight 0.1",
 }
 DEPTH, NODES = 4, 24
 # One seed: every recipe sees the same samples in the same order.
@@ -80,10 +71,7 @@ def main() -> None:
 
 def row(arguments: argparse.Namespace, folder: Path, name: str, options: list[str]) -> str:
     """Makes the drafter of one recipe, decodes with it, and returns its row of the table."""
-    if name == AVERAGED:
-        folder = train_and_average(arguments, folder, options)
-    else:
-        train(arguments, folder, options)
+    train(arguments, folder, options)
     passes = math.ceil(DEPTH / json.loads((folder / "config.json").read_text())["block_size"])
     chain = decode(arguments, folder, "chain", ["--num_assistant_tokens", f"{DEPTH}", "--draft_top_k", "1"], passes)
     tree = decode(arguments, folder, "tree", ["--num_assistant_tokens", f"{NODES}"], passes)
@@ -101,22 +89,6 @@ def train(arguments: argparse.Namespace, folder: Path, options: list[str]) -> No
         words += ["--features_dir", arguments.features_dir]
     # Options come last: they win.
     run("train", *words, *TRAINING.split(), *options)
-
-
-def train_and_average(arguments: argparse.Namespace, folder: Path, options: list[str]) -> Path:
-    """Trains a drafter, and returns the folder with an exponential moving average of its weights while it trained."""
-    train(arguments, folder, [*options, "--save_steps", f"{SPACING}", "--save_total_limit", "0"])
-    first, *later = sort_checkpoints(str(folder))
-    average = load_file(Path(first, "model.safetensors"))
-    for checkpoint in later:
-        for name, weights in load_file(Path(checkpoint, "model.safetensors")).items():
-            # The ids of the draft vocabulary stay as they are.
-            if weights.is_floating_point():
-                average[name].lerp_(weights, 1 - DECAY)
-    drafter = load_drafter(str(folder), "float32")
-    drafter.load_state_dict(average)
-    drafter.save_pretrained(folder / "averaged")
-    return folder / "averaged"
 
 
 def decode(arguments: argparse.Namespace, folder: Path, name: str, options: list[str], passes: int) -> list[dict]:

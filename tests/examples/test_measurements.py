@@ -21,11 +21,10 @@ from hf_falcon.commands import main as entry
 @pytest.mark.slow
 def test_compare_recipes(workplace, tmp_path, monkeypatch, capsys):
     script = example("compare_recipes")
-    names = ["A: the same, distillation weight 1", "A, Muon", script.AVERAGED]
+    names = ["A: k = 1, one pass", "B, Muon"]
     monkeypatch.setattr(script, "RECIPES", {name: script.RECIPES[name] for name in names})
     small = "--draft_vocab_size 40 --eval_samples 4 --target_dtype float32 --learning_rate 1e-2 --use_cpu"
     monkeypatch.setattr(script, "TRAINING", f"{script.TRAINING} {small} --bf16 false")
-    monkeypatch.setattr(script, "SPACING", 2)
     commands = []
 
     def run(*words):
@@ -41,16 +40,9 @@ def test_compare_recipes(workplace, tmp_path, monkeypatch, capsys):
     script.main()
     table = capsys.readouterr().out.splitlines()
     assert [line.split(" | ")[0] for line in table[2:]] == [f"| {name}" for name in names]
-    assert commands.count("train") == 3 and commands.count("evaluate") == 6
-
-    # The same training as that of A, and of its weights the average.
-    assert torch.equal(*(load_file(tmp_path / n / "model.safetensors")["norm.weight"] for n in ("00", "02")))
-    taken = [load_file(tmp_path / "02" / f"checkpoint-{step}" / "model.safetensors") for step in (2, 4, 6)]
-    averaged = load_file(tmp_path / "02" / "averaged" / "model.safetensors")
-    for name in ("norm.weight", "fusion.linear.weight"):
-        first, second, last = (weights[name] for weights in taken)
-        torch.testing.assert_close(averaged[name], 0.64 * first + 0.16 * second + 0.2 * last)
-    assert torch.equal(averaged["draft_vocab_ids"], taken[0]["draft_vocab_ids"])
+    assert commands.count("train") == 2 and commands.count("evaluate") == 4
+    first, second = (load_file(tmp_path / folder / "model.safetensors")["norm.weight"] for folder in ("00", "01"))
+    assert not torch.equal(first, second)
 
     # Nothing is done twice.
     commands.clear()
