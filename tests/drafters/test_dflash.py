@@ -233,7 +233,7 @@ def test_tokens_are_plain_decodings(name, kind, schedule, monkeypatch):
             check_equal(target, inputs["inputs"], drafter, attention_mask=inputs["attention_mask"], **settings)
 
 
-def fit(target: PreTrainedModel, drafter: DFlashDraftModel, texts: Tensor, start: int, steps: int = 80) -> None:
+def fit(target: PreTrainedModel, drafter: DFlashDraftModel, texts: Tensor, start: int, steps: int = 120) -> None:
     """
     Trains a drafter by heart.
 

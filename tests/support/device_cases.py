@@ -100,14 +100,21 @@ MODES: dict[str, dict[str, Any]] = {
 
 
 def rounds(target, drafter, ids, **settings) -> list[tuple[int, int]]:
-    """Synchronisations and launches beside the target's forwards, of each round after the first two."""
+    """
+    Synchronisations and launches beside the target's forwards, of each round after the first two. A round in which a
+    row of the batch ends is left out: the rest of the batch gets a new policy, which compares the target's weights.
+    """
     seen = []
     settings = {"do_sample": False, "assistant_model": drafter, "max_new_tokens": 32, **settings}
     with simulated_device.device() as counts, counts.leave_out(target) if drafter else contextlib.nullcontext():
-        hook = target.register_forward_pre_hook(lambda *args: seen.append((counts.syncs.total(), counts.launches)))
+        hook = target.register_forward_pre_hook(
+            lambda model, args, inputs: seen.append((counts.syncs.total(), counts.launches, len(inputs["input_ids"]))),
+            with_kwargs=True,
+        )
         torch.manual_seed(0)
         target.generate(simulated_device.on_device(ids), **settings)
     hook.remove()
-    found = [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(seen)][2:]
+    pairs = list(itertools.pairwise(seen))[2:]
+    found = [(after[0] - before[0], after[1] - before[1]) for before, after in pairs if after[2] == before[2]]
     assert len(found) > 3
     return found

@@ -39,7 +39,8 @@ def new_eagle3(
             is_norm, is_embedding = parameter.dim() == 1 and "norm" in name, name == "embed_tokens.weight"
             parameter.normal_(float(is_norm), 1.0 if is_embedding else scale)
     size = drafter.config.vocab_size
-    drafter.set_draft_vocabulary(torch.randperm(size)[: drafter.config.draft_vocab_size].sort().values)
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+    drafter.set_draft_vocabulary(order[: drafter.config.draft_vocab_size].sort().values)
     for name, value in {**SAME_EVERY_ROUND, "assistant_confidence_threshold": 0.0}.items():
         setattr(drafter.generation_config, name, value)
     return drafter
