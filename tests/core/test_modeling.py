@@ -7,7 +7,7 @@ from tiny_models import HIDDEN, new_drafter, new_target, random_tokens
 from utilities import close
 
 from hf_falcon.core.draft_session import TargetHead
-from hf_falcon.core.modeling_falcon_draft import block_ends, relaxed_causal_mask
+from hf_falcon.core.modeling_falcon_draft import block_anchors, relaxed_causal_mask
 from hf_falcon.training.features import target_features
 
 
@@ -17,12 +17,12 @@ def test_relaxed_causal_mask(block_size):
     length = 8
     blocks = (torch.arange(length)[None] + torch.tensor([[0], [1], [2]])) // block_size
     valid = torch.arange(length)[None] < torch.tensor([[8], [6], [1]])
-    mask, ends = relaxed_causal_mask(blocks, valid), block_ends(blocks)
+    mask, anchors = relaxed_causal_mask(blocks, valid), block_anchors(blocks, block_size)
     assert mask.shape == (3, 1, length, length)
     for b in range(3):
         for row in range(length):
             same = [c for c in range(length) if blocks[b, c] == blocks[b, row]]
-            assert ends[b, row] == same[-1]
+            assert anchors[b, row] == same[-1] * block_size + same[-1] - row
             for column in range(length):
                 sees = column <= row or column in same
                 assert mask[b, 0, row, column] == (row == column or (sees and bool(valid[b, column])))

@@ -201,15 +201,20 @@ SETTINGS = {"do_sample": True, "temperature": 2.0, "top_p": 0.95, "repetition_pe
 @pytest.mark.parametrize(
     "block_size, extra",
     [pytest.param(1, "nothing", marks=pytest.mark.slow), pytest.param(2, "nothing", marks=pytest.mark.slow)]
-    + [(2, "conditioning")],
+    + [(2, "conditioning"), (2, "bonuses")],
 )
 def test_samples_are_distributed_as_plain_decodings(block_size, extra, monkeypatch):
     """The second and the third token: those of the first tree."""
     target = new_target(vocab_size=6)
     ids = 1 + random_tokens(1, 9) % 5
     sizes = {"block_size": block_size, "conditioning_size": 24 if extra == "conditioning" else 0}
+    options = {"verification": "speculative", "num_draft_passes": 2, "num_assistant_tokens": 6}
+    if extra == "bonuses":
+        # The prompt has tokens that the draft vocabulary lacks.
+        sizes |= {"draft_vocab_size": 4}
+        options |= {"context_bonuses": [0.5, 1.0, 2.0]}
     drafter = new_drafter(target, num_lstm_layers=0, **sizes)
-    for name, value in {"verification": "speculative", "num_draft_passes": 2, "num_assistant_tokens": 6}.items():
+    for name, value in options.items():
         setattr(drafter.generation_config, name, value)
 
     def by_later_tokens(**changes) -> Counter[tuple]:
@@ -258,7 +263,7 @@ def test_candidates_are_drawn_without_replacement(draft_vocab_size):
     generator = SamplingCandidateGenerator(drafter, target, options, processors)
     features = torch.randn(32, generator=torch.Generator().manual_seed(0)).expand(500, 2, 32)
     torch.manual_seed(0)
-    log_probs, tokens, proposals = generator._candidates(features)
+    log_probs, tokens, proposals = generator._candidates(generator.context.logits(features))
     assert log_probs.shape == tokens.shape == (500, 2, 4) and proposals.shape == (500, 2, draft_vocab_size or 64)
     probs = dict(
         zip(generator.head.to_target_ids(torch.arange(proposals.shape[-1])).tolist(), proposals[0, 0].tolist())

@@ -86,6 +86,7 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": {},
     "adaptive": {"num_assistant_tokens_schedule": "heuristic", "max_new_tokens": 20},
     "prompt lookup": {"prompt_lookup_num_tokens": 8},
+    "bonuses": {"context_bonuses": [0.5, 1.0, 2.0]},
     "sampled": {"do_sample": True},
     "warped": {"do_sample": True, "temperature": 0.7, "top_k": 12, "top_p": 0.9},
     "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 3, "min_new_tokens": 4, "eos_token_id": [5, 9]},

@@ -89,12 +89,12 @@ class MedusaLikeModel(FalconDraftModel):
         return self._normalise(features), None
 
     def run_layers(
-        self, fused: Tensor, ends: Tensor, position_ids: Tensor, mask: Tensor, cache: KeyValueCache | None = None
+        self, fused: Tensor, anchors: Tensor, position_ids: Tensor, mask: Tensor, cache: KeyValueCache | None = None
     ) -> Tensor:
         """See [`FalconDraftModel.run_layers`]; each position reads the end of its block alone."""
-        place = self.config.block_size - 1 - (ends - torch.arange(fused.shape[1], device=fused.device))
+        ends, to_end = anchors // self.config.block_size, anchors % self.config.block_size
         batch = torch.arange(ends.shape[0], device=fused.device)[:, None]
-        return self._residual_blocks(fused)[batch, ends, place]
+        return self._residual_blocks(fused)[batch, ends, self.config.block_size - 1 - to_end]
 
     def predict(self, features: Tensor) -> Tensor:
         """

@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-The candidate generator: the drafter and prompt lookup propose the tree of a round.
+The candidate generator: the drafter and prompt lookup propose the tree of a round. The drafter's logits prefer what
+the sequence repeats.
 
 `propose` commits the positions that were accepted since the last round, asks the policy for one decision, and runs the
 draft passes that it allows. `update` takes the outcome. interfaces.py says what the generator asks of a drafter.
@@ -19,7 +20,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from .costs import Stopwatch
 from .draft_options import MOST_CANDIDATES, MOST_ROWS_OF_A_PASS, DraftOptions, check_product
-from .interfaces import DraftedBlocks, Drafter, drafter_acceleration
+from .interfaces import DraftedBlocks, Drafter, DraftHead, drafter_acceleration
 from .policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, RoundOutcome, RoundTime
 from .target_parts import FeatureTap
 from .tree import (
@@ -38,6 +39,8 @@ from .tree import (
 _LENGTHS = (8, 5, 4, 3, 2)
 # Tokens that a match is compared with, at most.
 _LONGEST_MATCH = 32
+# Tokens of a sequence that repetitions are looked for in, and tokens that a draft vocabulary is extended by, at most.
+_CONTEXT_TOKENS, _EXTRA_TOKENS = 4096, 1024
 # Positions that a round adds, at most, or few more.
 _ROWS_OF_A_ROUND = 16
 
@@ -99,6 +102,122 @@ class PromptLookup:
         return LookupMatch([self._tokens[place + offset % (end - place)] for offset in range(limit)], matched)
 
 
+class ContextHead:
+    """
+    A drafter's head for one sequence. It prefers tokens that the sequence repeats, as a cache language model does
+    (arXiv 1612.04426): a token that occurred earlier gets a bonus on its logit, by the number of tokens before it that
+    are the latest tokens here, too. It also scores the sequence's tokens that the draft vocabulary lacks.
+
+    Args:
+        head ([`DraftHead`]): the drafter's head.
+        bonuses (sequence of `float`):
+            Bonus number n is for a token that followed the latest n tokens; the last one also for more tokens. Without
+            any, the logits are the head's, and the vocabulary is the draft vocabulary.
+        vocab_size (`int`): tokens of the target's vocabulary.
+        device (`torch.device`): the drafter's device.
+        latest (`int`, *optional*, defaults to 1): the least number of latest tokens that [`ContextHead.latest`] gives.
+    """
+
+    def __init__(
+        self, head: DraftHead, bonuses: Sequence[float], vocab_size: int, device: torch.device, latest: int = 1
+    ):
+        self._head, self._device = head, device
+        order = max(latest, len(bonuses) - 1)
+        # For each number of equal tokens, up to `order`.
+        self._bonuses: Tensor | None = None
+        # The latest tokens, the newest first; -1 before the first.
+        self._latest = torch.full((order,), -1)
+        self._length = 0
+        # Of each earlier token: the tokens before it, the newest first, and its column in the logits.
+        self._before = torch.empty(0, order, dtype=torch.long, device=device)
+        self._columns = torch.empty(0, dtype=torch.long, device=device)
+        # The column of each token of the target's vocabulary, or -1; on the host.
+        self._column_of = torch.empty(0)
+        self._vocab_ids = head.vocab_ids
+        if bonuses:
+            last = [bonuses[-1]] * (order + 1 - len(bonuses))
+            self._bonuses = to_device(torch.tensor([*bonuses, *last], dtype=torch.float32), device)
+            self._column_of = torch.arange(vocab_size)
+            if self._vocab_ids is not None:
+                known = self._vocab_ids.cpu()
+                self._column_of = torch.full((vocab_size,), -1).index_copy(0, known, torch.arange(known.shape[0]))
+        # Tokens that the draft vocabulary lacks, and a head for them.
+        self._extra = torch.empty(0, dtype=torch.long)
+        self._extra_head: DraftHead | None = None
+
+    def __len__(self) -> int:
+        """Tokens of the sequence so far."""
+        return self._length
+
+    @property
+    def vocab_ids(self) -> Tensor | None:
+        """As [`DraftHead`]: the ids of the tokens that it scores now."""
+        return self._vocab_ids
+
+    def extend(self, token_ids: Tensor) -> None:
+        """Adds the sequence's next tokens, of shape `(tokens,)`, on the host."""
+        self._length += token_ids.shape[0]
+        order = self._latest.shape[0]
+        tokens = torch.cat((token_ids.flip(0), self._latest))
+        self._latest = tokens[:order]
+        if self._bonuses is None or token_ids.shape[0] == 0:
+            return
+        self._extend_vocabulary(token_ids)
+        # Of the new tokens, the newest first.
+        columns, before = self._column_of[token_ids.flip(0)], tokens.unfold(0, order, 1)[1:]
+        is_scored = columns >= 0
+        for name, new in (("_columns", columns[is_scored]), ("_before", before[is_scored])):
+            known = torch.cat((to_device(new, self._device), getattr(self, name)))
+            setattr(self, name, known if known.shape[0] <= _CONTEXT_TOKENS else known[:_CONTEXT_TOKENS])
+
+    def latest(self) -> Tensor:
+        """The latest tokens, the newest first, of shape `(1, tokens)` and on the drafter's device."""
+        return to_device(self._latest[None], self._device)
+
+    def logits(self, states: Tensor) -> Tensor:
+        """Logits in float32 of the tokens in `vocab_ids`, without bonuses; `states` as in [`DraftHead.logits`]."""
+        logits = self._head.logits(states).float()
+        if self._extra_head is None:
+            return logits
+        return torch.cat((logits, self._extra_head.logits(states).float()), dim=-1)
+
+    def prefer_repetitions(self, logits: Tensor, latest: Tensor) -> Tensor:
+        """
+        Adds the bonuses.
+
+        Args:
+            logits (`torch.Tensor` of shape `(branches, vocabulary)`): see `logits`.
+            latest (`torch.LongTensor` of shape `(branches, tokens)`): the latest tokens of each branch; see `latest`.
+
+        Returns:
+            `torch.Tensor` of the shape of `logits`.
+        """
+        if self._bonuses is None:
+            return logits
+        matched = (self._before == latest[:, None]).cumprod(-1).sum(-1)
+        columns = self._columns.expand_as(matched)
+        # Of a token's places, the one with the most matched tokens counts.
+        return logits.scatter_reduce(1, columns, logits.gather(1, columns) + self._bonuses[matched], "amax")
+
+    def to_target_ids(self, draft_ids: Tensor) -> Tensor:
+        """As [`DraftHead.to_target_ids`]."""
+        return draft_ids if self._vocab_ids is None else self._vocab_ids[draft_ids]
+
+    def _extend_vocabulary(self, token_ids: Tensor) -> None:
+        if self._head.vocab_ids is None:
+            return
+        missing = token_ids[self._column_of[token_ids] < 0].unique()[: _EXTRA_TOKENS - self._extra.shape[0]]
+        if missing.shape[0] == 0:
+            return
+        extra = torch.cat((self._extra, missing))
+        head = self._head.for_tokens(extra)
+        if head is None:
+            return
+        self._extra, self._extra_head = extra, head
+        self._vocab_ids = torch.cat((self._head.vocab_ids, to_device(extra, self._head.vocab_ids.device)))
+        self._column_of[extra] = self._head.draft_vocab_size + torch.arange(extra.shape[0])
+
+
 def limited_options(options: DraftOptions, drafter: Drafter, target: PreTrainedModel) -> DraftOptions:
     """
     `options`, with no more draft passes than the drafter can run; see [`Drafter`].
@@ -150,13 +269,18 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._acceleration = drafter_acceleration(drafter, target)
         self.head = head or self._acceleration.head or drafter.make_head(target)
         self.session = drafter.start_session(self.head, self._acceleration)
+        # What the head scores in this sequence.
+        self.context = ContextHead(
+            self.head, self.options.context_bonuses, self._vocab_size, drafter.device, drafter.config.block_size
+        )
         self._tap = FeatureTap(target, drafter.config.feature_layers)
         self._block_size: int = drafter.config.block_size
         self._device = drafter.device
         self._tree = self._build_tree()
-        # States of the block after the last committed position, and the token before that block.
+        # States of the block after the last committed position.
         self._block: Tensor | None = None
-        self._newest = torch.empty(0)
+        # The latest tokens before each block of a pass; see [`ContextHead.latest`].
+        self._latest = torch.empty(0)
         # The position after the last committed one; `None` before the first commit.
         self._next_position: int | None = None
         # The position of the first feature.
@@ -233,6 +357,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         Returns:
             The round. After `complete`, its `finish` makes the [`DraftTree`].
         """
+        self._read_context(input_ids)
         self._match = self._look_up(input_ids, max_depth)
         self._decision = decision = self.policy.decide(self._match.matched, len(self._match.token_ids))
         self._checks, self._passes, self._drafts = [], 0, False
@@ -247,7 +372,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         tree_round = self._tree.start(max_depth)
         if drafts and self._block is not None:
             with self._acceleration.drafting(self.head):
-                self._draft_passes(tree_round, self._grow(tree_round, self._block, self._newest, 0))
+                self._draft_passes(tree_round, self._grow(tree_round, self._block, 0))
         self._watch.lap()
         self._drafts = drafts
         return tree_round
@@ -332,7 +457,6 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._next_position += features.shape[1]
         next_token_ids = to_device(self._known(next_token_ids), self._device)
         self._block = self.session.commit(features, next_token_ids, first_position, prompt_embeds)
-        self._newest = next_token_ids[0, -1:]
 
     def get_candidates(self, input_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         """
@@ -368,6 +492,10 @@ class FalconCandidateGenerator(CandidateGenerator):
     def __exit__(self, *exception: object) -> None:
         self._tap.__exit__(*exception)
 
+    def _read_context(self, input_ids: Tensor) -> None:
+        self.context.extend(self._known(input_ids[0, self._padding + len(self.context) :]).cpu())
+        self._latest = self.context.latest()
+
     def _look_up(self, input_ids: Tensor, max_depth: int) -> LookupMatch:
         if self._lookup is None:
             return LookupMatch([], 0)
@@ -386,7 +514,7 @@ class FalconCandidateGenerator(CandidateGenerator):
             states = self.session.extend(drafted)
             depth += self._block_size
             self._passes += 1
-            drafted = self._grow(tree_round, states, drafted.token_ids[:, -1], depth)
+            drafted = self._grow(tree_round, states, depth)
 
     def _build_tree(self) -> StaticTree | DynamicTree:
         options = self.options
@@ -419,36 +547,29 @@ class FalconCandidateGenerator(CandidateGenerator):
         check_product("candidates of a round", MOST_CANDIDATES, candidates)
         return tree
 
-    def _grow(
-        self, tree_round: StaticRound | DynamicRound, states: Tensor, newest: Tensor, depth: int
-    ) -> DraftedBlocks | None:
+    def _grow(self, tree_round: StaticRound | DynamicRound, states: Tensor, depth: int) -> DraftedBlocks | None:
         """
         Grows the tree by the levels of one pass.
 
         Args:
             states (`torch.Tensor` of shape `(blocks, block_size, state_size)`): states of the pass.
-            newest (`torch.LongTensor` of shape `(blocks,)`): the token before the first one of each block.
-            depth (`int`): its depth.
+            depth (`int`): depth of the token before its blocks.
 
         Returns:
             The blocks that the next pass continues, or `None` where there is to be no next pass.
         """
+        # Of each offset in the block: the logits, where they do not depend on the branch, and else the states.
         conditional = self.session.is_conditional
-        # Of each offset in the block: the states, and the candidates where they do not depend on the branch.
-        of_offsets = [
-            states.unbind(1),
-            *(() if conditional else (each.unbind(1) for each in self._candidates(states))),
-        ]
-        # The block of each branch; at first, each block is one. And of each branch the tokens and states so far.
+        of_offsets = (states if conditional else self.context.logits(states)).unbind(1)
+        # The block of each branch; at first, each block is one. And the conditioned states of each branch so far.
         blocks: Tensor | None = None
-        tokens: list[Tensor] = []
-        kept: list[Tensor] = []
+        conditioned: list[Tensor] = []
         for offset in range(self._block_size):
-            here, *candidates = (each[offset] if blocks is None else each[offset][blocks] for each in of_offsets)
+            here = of_offsets[offset] if blocks is None else of_offsets[offset][blocks]
             if conditional:
-                here = self.session.condition(here, tokens[-1] if tokens else newest)
-                candidates = [*self._candidates(here)]
-            log_probs, token_ids, *proposals = candidates
+                state = self.session.condition(here, self._latest[:, 0])
+                here = self.context.logits(state)
+            log_probs, token_ids, *proposals = self._candidates(self.context.prefer_repetitions(here, self._latest))
             correction = self._decision.correction(depth + offset + 1)
             tree_round.add(log_probs + correction if correction else log_probs, token_ids, *proposals)
             ends_block = offset == self._block_size - 1
@@ -459,10 +580,12 @@ class FalconCandidateGenerator(CandidateGenerator):
                 return None
             rows = branches.rows
             blocks = rows if blocks is None else blocks[rows]
-            tokens = [*(each[rows] for each in tokens), branches.token_ids]
-            kept = [each[rows] for each in (*kept, here)]
+            self._latest = torch.cat((branches.token_ids[:, None], self._latest[rows, :-1]), dim=1)
+            if conditional:
+                conditioned = [each[rows] for each in (*conditioned, state)]
         assert blocks is not None
-        return DraftedBlocks(blocks, torch.stack(tokens, dim=1), torch.stack(kept, dim=1))
+        continued = torch.stack(conditioned, dim=1) if conditional else states[blocks]
+        return DraftedBlocks(blocks, self._latest[:, : self._block_size].flip(1), continued)
 
     def _continues(self, branches: Branches, tree_round: StaticRound | DynamicRound) -> bool:
         """Whether a further pass is drafted."""
@@ -473,9 +596,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         probes = self._decision.probe_pass and len(self._checks) == 1
         return probes or check.continuation >= self._decision.pass_threshold
 
-    def _candidates(self, states: Tensor) -> tuple[Tensor, ...]:
-        """Most probable tokens for states of shape `(..., state_size)`: `(..., max_children)`, best first."""
-        log_probs = self.head.logits(states).float().log_softmax(dim=-1)
-        # A drafter that overflows must not break the order that the tree is cut by.
-        best = log_probs.nan_to_num(nan=-torch.inf).topk(self._tree.max_children, dim=-1)
-        return best.values, self.head.to_target_ids(best.indices)
+    def _candidates(self, logits: Tensor) -> tuple[Tensor, ...]:
+        """Most probable tokens by `logits` of shape `(..., vocabulary)`: `(..., max_children)`, best first."""
+        best = logits.log_softmax(dim=-1).topk(self._tree.max_children, dim=-1)
+        return best.values, self.context.to_target_ids(best.indices)

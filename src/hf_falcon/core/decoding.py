@@ -172,7 +172,8 @@ def _decoder(
     verification = options.verification if generation_config.do_sample else "exact"
     if verification == "speculative":
         sampling = SamplingCandidateGenerator(drafter, target, options, logits_processor)
-        return lambda run, sequence: decode(run, sampling, sequence, partial(verify_speculative, head=sampling.head))
+        verify_draws = partial(verify_speculative, head=sampling.context)
+        return lambda run, sequence: decode(run, sampling, sequence, verify_draws)
     if verification == "multi_root" and drafter.max_draft_passes is not None:
         raise ValueError(
             f"`verification` is 'multi_root', which drafts behind several tokens at once, but a "

@@ -26,6 +26,8 @@ MOST_ROWS_OF_A_PASS, MOST_CANDIDATES = 2**9, 2**18
 _MOST_ROWS, _MOST_SCORES = 2**12, 2**28
 # Probabilities that are wrong by a larger factor carry no information.
 _LARGEST_CALIBRATION = 100.0
+# Tokens of the context that a token is compared with, and 1; and a factor of e to this power on a probability.
+_MOST_BONUSES, _LARGEST_BONUS = 9, 50.0
 _SCHEDULES = ("heuristic", "constant")
 _VERIFICATIONS = ("exact", "speculative", "multi_root")
 
@@ -60,6 +62,11 @@ class DraftOptions:
         prompt_lookup_num_tokens (`int`, *optional*, defaults to 32):
             The largest number of prompt lookup tokens in a dynamic tree: if the latest tokens occurred earlier, the
             tokens that followed them are added to the tree. They count as nodes. 0 turns prompt lookup off.
+        context_bonuses (`list[float]`, *optional*, defaults to `()`):
+            What is added to the drafter's logit of a token that occurred earlier in the sequence, if the token
+            followed the latest 0, 1, 2, ... tokens there, too; the last number is also for more tokens. With any, a
+            Falcon drafter also scores the tokens of the sequence that its draft vocabulary lacks. The drafter for
+            SmolLM2 has `[0.5, 0.8, 1.8, 2.8, 5.0]`; `examples/context_bonuses.py` fits them to a drafter.
         verification (`str`, *optional*, defaults to `"exact"`):
             How drafts are verified when sampling. "exact": the text is the text of plain decoding under the same seed.
             "speculative": candidates are drawn from the drafter and accepted by the ratio of probabilities. The text
@@ -84,6 +91,7 @@ class DraftOptions:
     draft_tree: str | Sequence[Sequence[int]] = "dynamic"
     assistant_confidence_threshold: float = 0.05
     prompt_lookup_num_tokens: int = 32
+    context_bonuses: Sequence[float] = ()
     verification: str = "exact"
     draft_calibration: Sequence[float] = ()
 
@@ -109,6 +117,12 @@ class DraftOptions:
             raise ValueError(
                 f"`draft_calibration` is {shares!r:.80}: set it to a list of at most {_DEEPEST} numbers, each above 0 "
                 f"and at most {_LARGEST_CALIBRATION}."
+            )
+        bonuses = self.context_bonuses
+        if not isinstance(bonuses, (list, tuple)) or len(bonuses) > _MOST_BONUSES or not all(map(_is_bonus, bonuses)):
+            raise ValueError(
+                f"`context_bonuses` is {bonuses!r:.80}: set it to a list of at most {_MOST_BONUSES} numbers, each of "
+                f"at least 0 and at most {_LARGEST_BONUS}."
             )
         tree = self.draft_tree
         is_paths = isinstance(tree, (list, tuple)) and all(isinstance(path, (list, tuple)) for path in tree)
@@ -180,6 +194,10 @@ def check_product(what: str, limit: int, factors: dict[str, int]) -> None:
 
 def _is_calibration(share: Any) -> bool:
     return isinstance(share, (int, float)) and not isinstance(share, bool) and 0 < share <= _LARGEST_CALIBRATION
+
+
+def _is_bonus(bonus: Any) -> bool:
+    return isinstance(bonus, (int, float)) and not isinstance(bonus, bool) and 0 <= bonus <= _LARGEST_BONUS
 
 
 def set_by_call(call: GenerationConfig | None, name: str) -> Any:

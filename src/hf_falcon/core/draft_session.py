@@ -6,6 +6,7 @@ cache and the state of each branch.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import weakref
@@ -21,7 +22,7 @@ from .caches import STATIC_SLOTS, DraftCache
 from .checkpoint_files import embedding_fingerprint, weights_fingerprint
 from .configuration_falcon_draft import logit_processing
 from .interfaces import DraftedBlocks, DrafterAcceleration
-from .modeling_falcon_draft import LSTMState, additive_mask, hide_end
+from .modeling_falcon_draft import LSTMState, additive_mask, block_anchors, hide_end
 from .target_parts import is_quantised, quantised_layers
 from .tree import to_device
 
@@ -113,6 +114,17 @@ class TargetHead:
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Converts ids of the draft vocabulary to ids of the target's vocabulary."""
         return draft_ids if self.vocab_ids is None else self.vocab_ids[draft_ids]
+
+    def for_tokens(self, token_ids: Tensor) -> TargetHead | None:
+        """See [`DraftHead.for_tokens`]. Packed and offloaded weights would be unpacked or loaded whole each time."""
+        weight = getattr(self._target.get_output_embeddings(), "weight", None)
+        if type(weight) is not nn.Parameter or weight.is_meta:
+            return None
+        other = copy.copy(self)
+        for name in ("linear", "vocab_ids"):
+            vars(other).pop(name, None)
+        other._known_ids, other.draft_vocab_size = token_ids, token_ids.shape[0]
+        return other
 
 
 def embed(embedding: Any, token_ids: Tensor, device: torch.device) -> Tensor:
@@ -253,12 +265,14 @@ class RowTable(NamedTuple):
     Indices and mask of the rows of a drafter forward, which depend on their number alone.
 
     Args:
-        ends (`torch.LongTensor` of shape `(1, rows)`): the last row of each row's block.
+        blocks (`torch.LongTensor` of shape `(rows,)`): the block of each row.
+        anchors (`torch.LongTensor` of shape `(1, rows)`): see [`block_anchors`].
         positions (`torch.LongTensor` of shape `(1, rows)`): positions, from 0.
         mask (`torch.Tensor`): additive mask of the rows among themselves.
     """
 
-    ends: Tensor
+    blocks: Tensor
+    anchors: Tensor
     positions: Tensor
     mask: Tensor
 
@@ -354,7 +368,7 @@ class BlockSession:
         if self._lineage is not None:
             lineage = torch.cat((self._lineage[drafted.blocks], lineage), dim=1)
         self._lineage = lineage
-        mask = lineage if size == 1 else lineage.repeat_interleave(size, dim=0, output_size=width * size)
+        mask = lineage if size == 1 else lineage[table.blocks]
         predicted = self._run_layers(fused.reshape(1, width * size, -1), table, mask, self._committed + self._depth)
         self._cache.advance(width * size)
         self._depth += size
@@ -364,9 +378,10 @@ class BlockSession:
         """The table of a pass over `width` blocks. Its mask has one row for each block."""
         if width not in self._pass_tables:
             size = self._block_size
-            rows, itself = torch.arange(width * size), torch.eye(width, dtype=torch.bool)
+            blocks, itself = torch.arange(width).repeat_interleave(size), torch.eye(width, dtype=torch.bool)
             self._pass_tables[width] = RowTable(
-                to_device((rows // size * size + size - 1)[None], self._device),
+                to_device(blocks, self._device),
+                to_device(block_anchors(blocks[None], size), self._device),
                 to_device(torch.arange(size).repeat(width)[None], self._device),
                 to_device(additive_mask(itself.repeat_interleave(size, dim=1), dtype), self._device),
             )
@@ -380,7 +395,8 @@ class BlockSession:
         places = torch.arange(count)
         blocks = (places - count) // self._block_size
         table = RowTable(
-            to_device((count - 1 + (blocks + 1) * self._block_size)[None], self._device),
+            to_device(blocks, self._device),
+            to_device(block_anchors(blocks[None], self._block_size), self._device),
             to_device(places[None], self._device),
             to_device(additive_mask(blocks[:, None] >= blocks[None], dtype), self._device),
         )
@@ -407,7 +423,7 @@ class BlockSession:
                 Additive mask of the last `seen` rows of the cache; all rows before them are visible.
             first_place (`int`): place in the sequence of the rows with position 0 in the table.
         """
-        end = self._cache.length + table.ends.shape[1]
+        end = self._cache.length + table.anchors.shape[1]
         mask = F.pad(mask, (end - mask.shape[1], 0))
         mask = hide_end(mask, self._cache.seen_slots(end) - end).unflatten(0, (1, 1, -1))
         if self._window is not None:
@@ -418,4 +434,4 @@ class BlockSession:
             mask = torch.cat((mask, mask.masked_fill(distant, torch.finfo(mask.dtype).min)), dim=1)
         positions = table.positions + (self._first_position + first_place)
         with self._acceleration.drafting(self._head):
-            return self._acceleration.run_layers(fused, table.ends, positions, mask, self._cache)
+            return self._acceleration.run_layers(fused, table.anchors, positions, mask, self._cache)

@@ -64,6 +64,17 @@ class DraftHead(Protocol):
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """Converts `draft_ids` of the draft vocabulary to ids of the target's vocabulary."""
 
+    def for_tokens(self, token_ids: Tensor) -> DraftHead | None:
+        """
+        The same head over other tokens of the target's vocabulary. It is asked for if there are `vocab_ids`.
+
+        Args:
+            token_ids (`torch.LongTensor` of shape `(tokens,)`): the tokens, on the host.
+
+        Returns:
+            [`DraftHead`], or `None` if the head has no weights for them.
+        """
+
 
 class DraftSession(Protocol):
     """

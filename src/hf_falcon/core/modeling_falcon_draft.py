@@ -55,9 +55,20 @@ def hide_end(mask: Tensor, slots: int) -> Tensor:
     return F.pad(mask, (0, slots), value=torch.finfo(mask.dtype).min) if slots else mask
 
 
-def block_ends(block_ids: Tensor) -> Tensor:
-    """Index of the last position of each position's block; `block_ids` and the result have shape `(batch, length)`."""
-    return torch.searchsorted(block_ids.contiguous(), block_ids.contiguous(), right=True) - 1
+def block_anchors(block_ids: Tensor, block_size: int) -> Tensor:
+    """
+    What each position reads of the last one of its block, which has a projection for each distance to it: the place
+    of that projection among all, the last position times `block_size`, plus the distance.
+
+    Args:
+        block_ids (`torch.LongTensor` of shape `(batch, length)`): block of each position, never decreasing.
+        block_size (`int`): positions of a block.
+
+    Returns:
+        `torch.LongTensor` of shape `(batch, length)`.
+    """
+    ends = torch.searchsorted(block_ids.contiguous(), block_ids.contiguous(), right=True) - 1
+    return ends * block_size + ends - torch.arange(block_ids.shape[1], device=block_ids.device)
 
 
 def _frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
@@ -71,7 +82,7 @@ def _frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the pairs of the values i and i + head_dim / 2 of each head."""
-    return states * cos + states.roll(states.shape[-1] // 2, dims=-1) * sin
+    return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, dims=-1), sin)
 
 
 class FalconRMSNorm(nn.RMSNorm):
@@ -351,7 +362,7 @@ class FalconDraftNetwork(PreTrainedModel):
             position_ids = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
         valid = None if attention_mask is None else attention_mask.bool()
         mask = additive_mask(relaxed_causal_mask(block_ids, valid), fused.dtype)
-        return self.run_layers(fused, block_ends(block_ids), position_ids, mask)
+        return self.run_layers(fused, block_anchors(block_ids, self.config.block_size), position_ids, mask)
 
     def fuse(
         self, features: Tensor, inputs_embeds: Tensor, state: LSTMState | None = None
@@ -379,7 +390,7 @@ class FalconDraftNetwork(PreTrainedModel):
     def run_layers(
         self,
         fused: Tensor,
-        ends: Tensor,
+        anchors: Tensor,
         position_ids: Tensor,
         mask: Tensor,
         cache: KeyValueCache | None = None,
@@ -389,7 +400,7 @@ class FalconDraftNetwork(PreTrainedModel):
 
         Args:
             fused (`torch.Tensor` of shape `(batch, rows, hidden_size)`): outputs of `fuse`.
-            ends (`torch.LongTensor` of shape `(batch, rows)`): the last row of each row's block.
+            anchors (`torch.LongTensor` of shape `(batch, rows)`): see [`block_anchors`].
             position_ids (`torch.LongTensor` of shape `(batch, rows)`): positions i.
             mask (`torch.Tensor` of shape `(batch, 1, rows, cached + rows)`): additive attention mask.
             cache (*optional*): the keys and values of earlier rows. The new ones are written into it.
@@ -397,21 +408,20 @@ class FalconDraftNetwork(PreTrainedModel):
         Returns:
             `torch.Tensor` of shape `(batch, rows, hidden_size)`: predictions of the features `f_{i+k}`.
         """
-        hidden, (batch, rows, _) = fused, fused.shape
+        batch, rows, width = fused.shape
+        # One matrix: a product of three dimensions takes twice as many operations.
+        hidden = fused.reshape(batch * rows, width)
         if self.anchor is not None:
             # Each place in a block has its own projection, which encodes how far ahead the position predicts.
-            to_end = ends - torch.arange(rows, device=fused.device)
-            sequences = torch.arange(batch, device=fused.device)[:, None]
-            hidden = hidden + self.anchor(fused).unflatten(-1, (self.config.block_size, -1))[sequences, ends, to_end]
+            projections = self.anchor(hidden).view(batch, -1, width)
+            hidden = hidden + projections.gather(1, anchors[..., None].expand(-1, -1, width)).view(batch * rows, width)
         angles = position_ids.reshape(batch, rows, 1, 1) * self._frequencies_on(position_ids.device)
         cos, sin = angles.cos().to(hidden.dtype), angles.sin().to(hidden.dtype)
         # One mask for the query heads of each group; see [`FalconAttention`].
         mask = mask.repeat(1, 1, self.config.num_attention_heads // self.config.num_key_value_heads, 1)
-        # One matrix: a product of three dimensions takes twice as many operations.
-        hidden = hidden.reshape(batch * rows, -1)
         for layer in self.layers:
             hidden = layer(hidden, cos, sin, mask, cache)
-        return (self.norm(hidden) * self.feature_std + self.feature_mean).view(batch, rows, -1)
+        return torch.addcmul(self.feature_mean, self.norm(hidden), self.feature_std).view(batch, rows, -1)
 
     def condition(self, predicted: Tensor, previous_embeds: Tensor) -> Tensor:
         """

@@ -20,9 +20,9 @@ from transformers import (
     TypicalLogitsWarper,
 )
 
-from .candidate_generator import FalconCandidateGenerator
+from .candidate_generator import ContextHead, FalconCandidateGenerator
 from .draft_options import DraftOptions
-from .interfaces import DraftedBlocks, Drafter, DraftHead
+from .interfaces import DraftedBlocks, Drafter
 from .statistics import StatisticsRecorder
 from .target_run import TargetRun
 from .tree import DraftTree, DynamicTree, StaticTree, to_device, validate_paths
@@ -80,32 +80,31 @@ class SamplingCandidateGenerator(FalconCandidateGenerator):
                 )
         return super()._build_tree()
 
-    def _candidates(self, states: Tensor) -> tuple[Tensor, ...]:
+    def _candidates(self, logits: Tensor) -> tuple[Tensor, ...]:
         """
-        Draws for states of shape `(..., state_size)`: their log-probabilities and their tokens, of shape
-        `(..., max_children)`, and the distributions that they are of, of shape `(..., draft_vocab_size)`.
+        Draws by `logits` of shape `(..., vocabulary)`: their log-probabilities and their tokens, of shape
+        `(..., max_children)`, and the distributions that they are of, of the shape of `logits`.
         """
-        scores = self.head.logits(states).float()
-        rows = scores.flatten(0, -2)
+        rows = logits.flatten(0, -2)
         for warper in self._warpers:
             rows = warper(None, rows)
         # A drafter that overflows proposes nothing.
-        log_probs = rows.log_softmax(dim=-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf).view_as(scores)
+        log_probs = rows.log_softmax(dim=-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf).view_as(logits)
         # The largest of these are draws without replacement, in their order. What cannot be drawn comes last.
         noise = torch.empty_like(log_probs).exponential_().clamp_min_(torch.finfo(log_probs.dtype).tiny)
         drawn = (log_probs - noise.log()).topk(self._tree.max_children, dim=-1).indices
-        return log_probs.gather(-1, drawn), self.head.to_target_ids(drawn), log_probs.exp()
+        return log_probs.gather(-1, drawn), self.context.to_target_ids(drawn), log_probs.exp()
 
 
 def verify_speculative(
-    tree: DraftTree, logits: Tensor, sequence: TokenSequence, head: DraftHead
+    tree: DraftTree, logits: Tensor, sequence: TokenSequence, head: ContextHead
 ) -> tuple[Tensor, int]:
     """
     Verifies a tree of drawn candidates: each is accepted by the ratio of probabilities.
 
     Args:
         tree, logits, sequence: see [`verification.verify`].
-        head ([`DraftHead`]): the head whose vocabulary `tree.proposals` are distributions over.
+        head ([`ContextHead`]): the head whose vocabulary `tree.proposals` are distributions over.
 
     Returns:
         See [`verification.verify`].
@@ -173,14 +172,14 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
         self.block_size = drafter.config.block_size
 
     def propose_roots(
-        self, features: Tensor, token_ids: Tensor, roots: Tensor, log_probs: Tensor, max_depth: int
+        self, input_ids: Tensor, features: Tensor, roots: Tensor, log_probs: Tensor, max_depth: int
     ) -> DraftTree:
         """
         Drafts the trees of a round.
 
         Args:
+            input_ids (`torch.LongTensor` of shape `(1, length)`): the sequence up to the token before the roots.
             features (`torch.Tensor` of shape `(1, block_size, ...)`): of the last known positions, not committed.
-            token_ids (`torch.LongTensor` of shape `(1, block_size - 1)`): the token after each but the last of these.
             roots (`torch.LongTensor` of shape `(roots,)`): the tokens after the last, on the host.
             log_probs (`torch.Tensor` of shape `(roots,)`): their log-probabilities; 0 for the token that was drawn.
             max_depth (`int`): tokens that a path may have at most behind its root.
@@ -189,12 +188,15 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
             [`DraftTree`]: trees with roots of depth 0, each its own parent.
         """
         self._checks, self._passes = [], 0
+        self._read_context(input_ids)
         tree_round = self._tree.start(max_depth + 1)
         tree_round.add(to_device(log_probs[None], self._device), to_device(roots[None], self._device))
         branches = tree_round.branches()
         if branches is not None and self._next_position is not None:
             width = branches.token_ids.shape[0]
+            token_ids = input_ids[:, input_ids.shape[1] - self.block_size + 1 :]
             known = to_device(self._known(token_ids), self._device).expand(width, -1)
+            self._latest = torch.cat((branches.token_ids[:, None], self._latest[:, :-1].expand(width, -1)), dim=1)
             drafted = DraftedBlocks(
                 torch.zeros_like(branches.rows),
                 torch.cat((known, branches.token_ids[:, None]), dim=1),
@@ -243,7 +245,8 @@ def decode_multi_root(
             if ready > 0:
                 generator.commit(held[:, :ready], tokens[:, :ready], run.length - held.shape[1])
                 held, tokens = held[:, ready:], tokens[:, ready:]
-            tree = generator.propose_roots(held, tokens[:, :-1], torch.tensor(list(forks)), log_probs, limit)
+            known = sequence.token_ids[:, :-1]
+            tree = generator.propose_roots(known, held, torch.tensor(list(forks)), log_probs, limit)
         with statistics.measure("target", run.model.device):
             scored, features = run.score(tree, sequence.token_ids)
         best, path, accepted = sequence, tree.parents[:0], -1

@@ -400,6 +400,8 @@ class DynamicRound:
             self._collected = torch.empty(0), torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
             return
         scores, numbers = candidates
+        # A drafter that overflows must not break the order that the tree is cut by.
+        scores = scores.nan_to_num(nan=-torch.inf)
         counts = [each.shape[0] for each in self._scores]
         self._scores = list(scores.split(counts))
         tokens, continued = numbers[: sum(counts)], numbers[sum(counts) :]

@@ -25,12 +25,13 @@ from .compiled_code import CompiledCode, captures_graphs, mark_rows, write_rows
 class CompilableDrafter(Protocol):
     """A drafter whose passes can be compiled: its session is a [`BlockSession`]. See [`FalconDraftNetwork`]."""
 
+    config: Any
     window: int | None
 
     def fuse(self, features: Tensor, inputs_embeds: Tensor, state: Any = None) -> tuple[Tensor, Any]: ...
 
     def run_layers(
-        self, fused: Tensor, ends: Tensor, position_ids: Tensor, mask: Tensor, cache: KeyValueCache | None = None
+        self, fused: Tensor, anchors: Tensor, position_ids: Tensor, mask: Tensor, cache: KeyValueCache | None = None
     ) -> Tensor: ...
 
 
@@ -99,7 +100,7 @@ class CompiledPasses:
         self,
         drafter: CompilableDrafter,
         fused: Tensor,
-        ends: Tensor,
+        anchors: Tensor,
         position_ids: Tensor,
         mask: Tensor,
         cache: DraftCache,
@@ -108,10 +109,12 @@ class CompiledPasses:
         count, missing = fused.shape[1], self.rows - fused.shape[1]
         layers = cache.room_for(self.rows) if missing >= 0 else None
         if layers is None:
-            return drafter.run_layers(fused, ends, position_ids, mask, cache)
+            return drafter.run_layers(fused, anchors, position_ids, mask, cache)
         if missing:
             fused, position_ids = F.pad(fused, (0, 0, 0, missing)), F.pad(position_ids, (0, missing))
-            ends = torch.cat((ends, torch.arange(count, self.rows, device=ends.device)[None]), dim=1)
+            # Each padding row is a block.
+            own = torch.arange(count, self.rows, device=anchors.device)[None] * drafter.config.block_size
+            anchors = torch.cat((anchors, own), dim=1)
             # No row sees the padding rows, and they see all cached rows.
             mask = hide_end(mask, layers[0][0].shape[2] - mask.shape[3])
             mask = F.pad(mask, (0, 0, 0, missing))
@@ -128,7 +131,7 @@ class CompiledPasses:
         if cache.is_static:
             slots = torch.arange(cache.length, cache.length + self.rows, device=fused.device)
         with self._weights.lent():
-            predicted = self._decode(drafter, fused, ends, position_ids, mask, PassRows(layers, self.rows, slots))
+            predicted = self._decode(drafter, fused, anchors, position_ids, mask, PassRows(layers, self.rows, slots))
         return predicted[:, :count]
 
     def logits(self, head: Any, states: Tensor) -> Tensor | None:
@@ -181,15 +184,19 @@ class CompiledHead:
         """See [`DraftHead.to_target_ids`]."""
         return self.plain.to_target_ids(draft_ids)
 
+    def for_tokens(self, token_ids: Tensor) -> Any:
+        """See [`DraftHead.for_tokens`]."""
+        return self.plain.for_tokens(token_ids)
+
     def _weights(self, target: PreTrainedModel) -> list[Tensor]:
         output: Any = target.get_output_embeddings()
         return [output.weight, self.linear.weight]
 
 
 def _decode(
-    drafter: CompilableDrafter, fused: Tensor, ends: Tensor, position_ids: Tensor, mask: Tensor, rows: PassRows
+    drafter: CompilableDrafter, fused: Tensor, anchors: Tensor, position_ids: Tensor, mask: Tensor, rows: PassRows
 ) -> Tensor:
-    return drafter.run_layers(fused, ends, position_ids, mask, rows)
+    return drafter.run_layers(fused, anchors, position_ids, mask, rows)
 
 
 def _logits(head: Any, rows: Tensor) -> Tensor:

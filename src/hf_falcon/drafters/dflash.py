@@ -97,6 +97,7 @@ class DFlashHead(TargetHead):
 
     def __init__(self, drafter: DFlashDraftModel, target: PreTrainedModel):
         super().__init__(drafter, target)
+        self._is_own = drafter.lm_head is not None
         if drafter.lm_head is not None:
             # The target's post-processing of logits is for the target's own head.
             self.linear, self._scale, self._softcap = drafter.lm_head, 1.0, None
@@ -116,6 +117,10 @@ class DFlashHead(TargetHead):
             return super().logits(states)
         hidden, embeds = states.tensor_split((self._hidden_size,), dim=-1)
         return super().logits(hidden) + self._markov_head(hidden, embeds)
+
+    def for_tokens(self, token_ids: Tensor) -> TargetHead | None:
+        """See [`DraftHead.for_tokens`]. Heads of the drafter have weights for the draft vocabulary alone."""
+        return None if self._is_own or self._markov_head is not None else super().for_tokens(token_ids)
 
 
 class DFlashSession:

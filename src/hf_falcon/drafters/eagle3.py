@@ -95,6 +95,9 @@ class Eagle3Head:
         """See [`DraftHead.to_target_ids`]."""
         return draft_ids if self.vocab_ids is None else self.vocab_ids[draft_ids]
 
+    def for_tokens(self, token_ids: Tensor) -> None:
+        """See [`DraftHead.for_tokens`]. The head has weights for the draft vocabulary alone."""
+
 
 class Eagle3DraftModel(SpeculatorsDraftModel):
     """

@@ -120,7 +120,7 @@ class SpeculatorsDraftModel(DraftModel):
             )
 
     def run_layers(
-        self, fused: Tensor, ends: Tensor, position_ids: Tensor, mask: Tensor, cache: KeyValueCache | None = None
+        self, fused: Tensor, anchors: Tensor, position_ids: Tensor, mask: Tensor, cache: KeyValueCache | None = None
     ) -> Tensor:
         """See [`FalconDraftNetwork.run_layers`]; returns the drafter's states."""
         batch, rows, _ = fused.shape

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..core.draft_session import TargetHead
 from ..core.drafter import DraftModel
-from ..core.modeling_falcon_draft import additive_mask, block_ends
+from ..core.modeling_falcon_draft import additive_mask, block_anchors
 from .distillation import distillation_loss
 from .estimated_tau import TOP
 from .training_cache import TrainingCache
@@ -299,7 +299,7 @@ def draft_pass(
     fused, _ = drafter.fuse(features, embeds)
     positions = torch.arange(features.shape[1], device=features.device).expand(features.shape[:2])
     mask = additive_mask(_unrolled_mask(block_ids, valid, passes), fused.dtype)
-    return drafter.run_layers(fused, block_ends(block_ids), positions, mask, cache)
+    return drafter.run_layers(fused, block_anchors(block_ids, drafter.config.block_size), positions, mask, cache)
 
 
 def _unrolled_mask(block_ids: Tensor, valid: Tensor, passes: int) -> Tensor:
