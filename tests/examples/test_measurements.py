@@ -10,12 +10,16 @@ import pytest
 import torch
 from example_scripts import example, run_example
 from safetensors.torch import load_file
-from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
+from tiny_models import VOCAB, new_drafter, prompt, tiny_drafter, tiny_target, tiny_tokenizer
 
 from hf_falcon import DraftTree, StaticTree
 from hf_falcon.bench.decision import DecisionModel
 from hf_falcon.bench.metrics import first_difference
 from hf_falcon.commands import main as entry
+from hf_falcon.core.candidate_generator import ContextHead
+from hf_falcon.core.draft_session import TargetHead
+from hf_falcon.training.csgd import shift_left
+from hf_falcon.training.features import target_features
 
 
 @pytest.mark.slow
@@ -223,3 +227,40 @@ def test_oracle_bound(workplace, tmp_path, monkeypatch, capsys):
     _, *rows = run_example("oracle_bound", workplace, tmp_path, monkeypatch, capsys, *words)
     # Two passes of two tokens, and the target's own.
     assert len(rows) == 3 and all(row[8:12] == ["5.00", "of", "5", "tokens"] for row in rows)
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 30])
+def test_context_bonuses(workplace, tmp_path, monkeypatch, capsys, draft_vocab_size):
+    """Fitted bonuses are no worse than none, and the loss is that of the logits that decoding has."""
+    script = example("context_bonuses")
+    target = tiny_target("llama")
+    drafter = new_drafter(target, block_size=1, num_lstm_layers=0, draft_vocab_size=draft_vocab_size)
+    drafter.save_pretrained(tmp_path)
+    words = ["--data", workplace / "tokens.safetensors", "--target", workplace / "target", "--drafter", tmp_path]
+    monkeypatch.setattr("sys.argv", ["context_bonuses.py", *map(str, words), "--samples", "8"])
+    script.main()
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith("context_bonuses: [") and printed[1].startswith("negative log-likelihood of ")
+
+    # A text that repeats itself: what followed the latest tokens is a good guess.
+    text = torch.cat((prompt(9), prompt(9), prompt(9)), dim=1)
+    sample = script.observe(drafter, target, text, 9, 2)
+    assert sample.equal.max() == 2 and sample.equal.shape == sample.seen.shape
+    bonuses = script.fit([sample], 2)
+    assert script.loss(sample, bonuses) <= script.loss(sample, torch.zeros(3)) + 1e-3
+    context = ContextHead(TargetHead(drafter, target), [0.5, 1.0, 3.0], VOCAB, torch.device("cpu"))
+    features = target_features(target, text, torch.ones_like(text, dtype=torch.bool))
+    choices = target.lm_head(features)[0].argmax(dim=-1)
+    expected, count = 0.0, 0
+    with torch.no_grad():
+        embeds = context._head.embed(shift_left(text, 1))
+        states = drafter(features, embeds, torch.arange(27)[None])[0]
+        for place in range(7, 25):
+            context.extend(text[0, len(context) : place + 2])
+            logits = context.prefer_repetitions(context.logits(states[place : place + 1]), context.latest())[0]
+            known = list(range(VOCAB)) if context.vocab_ids is None else context.vocab_ids.tolist()
+            if int(choices[place + 1]) in known:
+                expected -= float(logits.log_softmax(dim=0)[known.index(int(choices[place + 1]))])
+                count += 1
+    assert count == len(sample.right)
+    assert float(script.loss(sample, torch.tensor([0.5, 1.0, 3.0]))) == pytest.approx(expected, rel=1e-3)

@@ -166,9 +166,8 @@ class ContextHead:
         # Of the new tokens, the newest first.
         columns, before = self._column_of[token_ids.flip(0)], tokens.unfold(0, order, 1)[1:]
         is_scored = columns >= 0
-        for name, new in (("_columns", columns[is_scored]), ("_before", before[is_scored])):
-            known = torch.cat((to_device(new, self._device), getattr(self, name)))
-            setattr(self, name, known if known.shape[0] <= _CONTEXT_TOKENS else known[:_CONTEXT_TOKENS])
+        self._columns = self._with_new(columns[is_scored], self._columns)
+        self._before = self._with_new(before[is_scored], self._before)
 
     def latest(self) -> Tensor:
         """The latest tokens, the newest first, of shape `(1, tokens)` and on the drafter's device."""
@@ -202,6 +201,10 @@ class ContextHead:
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """As [`DraftHead.to_target_ids`]."""
         return draft_ids if self._vocab_ids is None else self._vocab_ids[draft_ids]
+
+    def _with_new(self, new: Tensor, known: Tensor) -> Tensor:
+        rows = torch.cat((to_device(new, self._device), known))
+        return rows if rows.shape[0] <= _CONTEXT_TOKENS else rows[:_CONTEXT_TOKENS]
 
     def _extend_vocabulary(self, token_ids: Tensor) -> None:
         if self._head.vocab_ids is None:

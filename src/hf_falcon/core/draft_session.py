@@ -123,7 +123,7 @@ class TargetHead:
         other = copy.copy(self)
         for name in ("linear", "vocab_ids"):
             vars(other).pop(name, None)
-        other._known_ids, other.draft_vocab_size = token_ids, token_ids.shape[0]
+        other._known_ids, other.draft_vocab_size = to_device(token_ids, weight.device), token_ids.shape[0]
         return other
 
 
