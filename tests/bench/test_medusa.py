@@ -15,6 +15,7 @@ from tiny_models import (
 from hf_falcon import FalconCandidateGenerator
 from hf_falcon.bench.medusa import MedusaLikeModel
 from hf_falcon.commands import bench, train
+from hf_falcon.core.modeling_falcon_draft import block_anchors
 from hf_falcon.training.csgd import DistillationWeights, DraftBatch, TrainingHeads, draft_loss
 from hf_falcon.training.features import target_features
 from hf_falcon.training.token_file import TokenFile
@@ -33,7 +34,7 @@ def test_medusa_heads_read_the_newest_feature(length):
         torch.testing.assert_close(generator._block[0], expected)
         # As in training.
         fused, _ = drafter.fuse(features[:, -1:].expand(1, 3, -1), None)
-        rows = drafter.run_layers(fused, torch.full((1, 3), 2), None, None)
+        rows = drafter.run_layers(fused, block_anchors(torch.zeros(1, 3), 3), None, None)
         torch.testing.assert_close(rows, generator._block)
 
 

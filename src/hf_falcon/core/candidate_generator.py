@@ -159,7 +159,8 @@ class ContextHead:
         self._length += token_ids.shape[0]
         order = self._latest.shape[0]
         tokens = torch.cat((token_ids.flip(0), self._latest))
-        self._latest = tokens[:order]
+        # A copy: a view would keep all of a prompt.
+        self._latest = tokens[:order].clone()
         if self._bonuses is None or token_ids.shape[0] == 0:
             return
         self._extend_vocabulary(token_ids)
