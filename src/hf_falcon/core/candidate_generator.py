@@ -150,6 +150,11 @@ class ContextHead:
         return self._length
 
     @property
+    def has_bonuses(self) -> bool:
+        """Whether there are any."""
+        return self._bonuses is not None
+
+    @property
     def vocab_ids(self) -> Tensor | None:
         """As [`DraftHead`]: the ids of the tokens that it scores now."""
         return self._vocab_ids
@@ -562,18 +567,23 @@ class FalconCandidateGenerator(CandidateGenerator):
         Returns:
             The blocks that the next pass continues, or `None` where there is to be no next pass.
         """
-        # Of each offset in the block: the logits, where they do not depend on the branch, and else the states.
+        # Of each offset in the block: the candidates; the logits, if bonuses make the candidates depend on the branch;
+        # or the states, if the logits depend on it.
         conditional = self.session.is_conditional
-        of_offsets = (states if conditional else self.context.logits(states)).unbind(1)
+        by_branch = conditional or self.context.has_bonuses
+        found = (states,) if conditional else (self.context.logits(states),)
+        of_offsets = [each.unbind(1) for each in (found if by_branch else self._candidates(*found))]
         # The block of each branch; at first, each block is one. And the conditioned states of each branch so far.
         blocks: Tensor | None = None
         conditioned: list[Tensor] = []
         for offset in range(self._block_size):
-            here = of_offsets[offset] if blocks is None else of_offsets[offset][blocks]
+            here = tuple(each[offset] if blocks is None else each[offset][blocks] for each in of_offsets)
             if conditional:
-                state = self.session.condition(here, self._latest[:, 0])
-                here = self.context.logits(state)
-            log_probs, token_ids, *proposals = self._candidates(self.context.prefer_repetitions(here, self._latest))
+                state = self.session.condition(here[0], self._latest[:, 0])
+                here = (self.context.logits(state),)
+            if by_branch:
+                here = self._candidates(self.context.prefer_repetitions(here[0], self._latest))
+            log_probs, token_ids, *proposals = here
             correction = self._decision.correction(depth + offset + 1)
             tree_round.add(log_probs + correction if correction else log_probs, token_ids, *proposals)
             ends_block = offset == self._block_size - 1
