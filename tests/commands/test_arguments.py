@@ -74,6 +74,15 @@ def test_tokens_per_round_are_tau_and_one(saved, capsys):
     assert "tokens/round: tau + 1, the acceptance length" in capsys.readouterr().out
 
 
+def test_evaluate_with_other_bonuses(saved, capsys):
+    words = ["evaluate", "--data", str(saved / "prompts.jsonl"), "--max_new_tokens", "8", *words_for(saved, "llama")]
+    given = {("0.5", "2"): [0.5, 2.0], ("0",): []}
+    for values, bonuses in given.items():
+        assert entry.main([*words, "--context_bonuses", *values, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["options"]["context_bonuses"] == bonuses
+    assert "`context_bonuses` is [60.0]" in error_of(capsys, [*words, "--context_bonuses", "60"])
+
+
 def test_evaluate_takes_drafters_of_other_methods(saved, tmp_path, capsys):
     target = tiny_target("llama")
     drafter = new_eagle3(target)

@@ -69,6 +69,16 @@ def test_train_command(workplace, tmp_path):
     assert FalconDraftModel.from_pretrained(tmp_path / "next").config.block_size == 3
 
 
+def test_a_drafter_of_blocks_from_one_of_one_token(workplace, tmp_path, capsys):
+    options = {"max_steps": 1, "eval_samples": 0, "num_lstm_layers": 0}
+    assert train.main(arguments(workplace, tmp_path / "one", block_size=1, **options)) == 0
+    options |= {"init_from": tmp_path / "one", "block_size": 2, "conditioning_size": 8}
+    assert train.main(arguments(workplace, tmp_path / "two", plan=True, **options)) == 0
+    assert train.main(arguments(workplace, tmp_path / "two", **options)) == 0
+    config = FalconDraftModel.from_pretrained(tmp_path / "two").config
+    assert (config.block_size, config.conditioning_size) == (2, 8)
+
+
 @pytest.mark.parametrize("prompts", quick([2], [0, 2]))
 def test_what_a_run_leaves_to_look_at(workplace, tmp_path, capsys, monkeypatch, prompts):
     monkeypatch.setattr("hf_falcon.training.plot.draw", draw)

@@ -10,7 +10,7 @@ from hf_falcon.core.configuration_falcon_draft import FalconDraftConfig
 from hf_falcon.core.drafter import FalconDraftModel
 from hf_falcon.core.modeling_falcon_draft import additive_mask, relaxed_causal_mask
 from hf_falcon.training.features import feature_statistics, some_features
-from hf_falcon.training.start import like_last_layer, start_falcon
+from hf_falcon.training.start import like_last_layer, start_blocks, start_falcon
 
 # Of Gemma 3's four layers the last two are of one kind: all layers of a drafter have the same rotary frequencies.
 LAYERS = {"gemma3": {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2}}
@@ -121,3 +121,42 @@ def test_a_drafter_with_an_lstm_keeps_its_weights(target):
     start_falcon(drafter, target, DATA)
     for name, tensor in drafter.state_dict().items():
         assert torch.equal(tensor, before[name]), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block_size", [2, 3])
+def test_blocks_start_from_a_drafter_of_one_token(block_size):
+    """Each position of a block reads an estimate of what the trained layers would read; the first has all of it."""
+    target = new_target("llama", num_hidden_layers=4)
+    drafter = new(target, num_hidden_layers=2, draft_vocab_size=20)
+    drafter.set_draft_vocabulary(torch.arange(5, 25))
+    start_falcon(drafter, target, DATA)
+    drafter.generation_config.context_bonuses = [0.5, 1.0]
+    blocks = start_blocks(drafter, target, DATA, block_size, conditioning_size=8)
+    assert (blocks.config.block_size, blocks.config.conditioning_size) == (block_size, 8)
+    assert blocks.generation_config.context_bonuses == [0.5, 1.0]
+    kept = weights_of(blocks)
+    for name, weight in weights_of(drafter).items():
+        if name != "fusion.linear.weight":
+            assert torch.equal(kept[name], weight)
+    token_ids, features = some_features(target, DATA)[0]
+    embeds = target.get_input_embeddings()(token_ids[1:])
+    read = drafter.fuse(features[None, :-1], embeds[None])[0][0]
+    own = blocks.fuse(features[None, :-1], embeds[None])[0][0]
+    last, count = block_size - 1, len(read) - 2 * block_size
+    projections = blocks.anchor(own).unflatten(-1, (block_size, -1))
+    for place in range(block_size):
+        # Of all blocks that the sample can be cut into, but for the first one.
+        hidden = own[1 + place :][:count] + projections[1 + last :, last - place][:count]
+        wanted = read[1 + last + place :][:count]
+        assert (hidden - wanted).square().mean() < (0.05 if place == 0 else 0.95) * wanted.square().mean()
+    # The conditioning corrects nothing.
+    predicted = torch.randn(3, drafter.config.hidden_size)
+    torch.testing.assert_close(blocks.condition(predicted, embeds[:3]), predicted)
+
+
+def test_blocks_do_not_start_from_an_lstm():
+    target = new_target("llama")
+    drafter = new(target, num_lstm_layers=1)
+    with pytest.raises(ValueError, match="^`block_size` is 2, but .* 1 LSTM layers.*leave out"):
+        start_blocks(drafter, target, DATA, 2, 0)

@@ -44,8 +44,8 @@ class EvaluateArguments:
 
     Args:
         num_assistant_tokens, num_draft_passes, draft_top_k, draft_width, draft_tree, assistant_confidence_threshold,
-            num_assistant_tokens_schedule, prompt_lookup_num_tokens (*optional*):
-            see [`DraftOptions`]; `draft_top_k` 1 drafts a chain.
+            num_assistant_tokens_schedule, prompt_lookup_num_tokens, context_bonuses (*optional*):
+            see [`DraftOptions`]; `draft_top_k` 1 drafts a chain, `context_bonuses` 0 has no bonuses.
     """
 
     data: list[str] = field(
@@ -68,12 +68,17 @@ class EvaluateArguments:
         default="constant", metadata={"help": "'constant', or 'heuristic': the size that pays on this machine."}
     )
     prompt_lookup_num_tokens: int = field(default=0, metadata={"help": "Tokens of prompt lookup, at most; 0 is off."})
+    context_bonuses: list[float] | None = field(
+        default=None, metadata={"help": "Bonuses on the logits of tokens that the text repeats; 0 is off."}
+    )
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
     json: bool = field(default=False, metadata={"help": "Print the result as one JSON object, nothing else."})
 
     def __post_init__(self) -> None:
         at_least(self, 1, "limit", "max_new_tokens", "num_assistant_tokens")
+        if self.context_bonuses == [0]:
+            self.context_bonuses = []
 
 
 def measure_acceptance(

@@ -11,11 +11,12 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import DraftModel, FalconDraftModel
 from ..training.features import StoredFeatures, feature_statistics
 from ..training.final_tau import decoded_tau
 from ..training.plot import TrainingPlot
-from ..training.start import like_last_layer, start_eagle3, start_falcon
+from ..training.start import like_last_layer, start_blocks, start_eagle3, start_falcon
 from ..training.token_file import TokenFile
 from ..training.trainer import DraftSamples, FalconTrainer, FalconTrainingArguments
 from . import plan
@@ -130,7 +131,10 @@ def _config(options: DrafterArguments, target: PreTrainedModel | PreTrainedConfi
     """The configuration of the drafter: a new one, or that of `init_from`."""
     kind: Any = ARCHITECTURES[options.architecture].config_class
     if options.init_from is not None:
-        return kind.from_pretrained(options.init_from)
+        config = kind.from_pretrained(options.init_from)
+        if _starts_blocks(options, config):
+            config.block_size, config.conditioning_size = options.block_size, options.conditioning_size
+        return config
     names = ("intermediate_size", "num_key_value_heads")
     sizes = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     if options.architecture == "eagle3":
@@ -153,9 +157,17 @@ def _config(options: DrafterArguments, target: PreTrainedModel | PreTrainedConfi
     )
 
 
+def _starts_blocks(options: DrafterArguments, config: PreTrainedConfig) -> bool:
+    """Whether a drafter of blocks starts from one of one token a pass."""
+    return type(config) is FalconDraftConfig and config.block_size == 1 < options.block_size
+
+
 def _drafter(options: DrafterArguments, target: PreTrainedModel, data: TokenFile) -> DraftModel:
     if options.init_from is not None:
-        return ARCHITECTURES[options.architecture].from_pretrained(options.init_from, dtype=torch.float32)
+        trained: Any = ARCHITECTURES[options.architecture].from_pretrained(options.init_from, dtype=torch.float32)
+        if _starts_blocks(options, trained.config):
+            return start_blocks(trained, target, data, options.block_size, options.conditioning_size)
+        return trained
     config = _config(options, target)
     if ARCHITECTURES[options.architecture] is FalconDraftModel and config.num_lstm_layers == 0:
         config = like_last_layer(config, target)

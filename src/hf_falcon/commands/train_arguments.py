@@ -21,7 +21,9 @@ class DrafterArguments:
         architecture (`str`, *optional*, defaults to `"falcon"`):
             `"eagle3"` is EAGLE-3: one decoder layer over three of the target's hidden states, and a head of its own.
             `"medusa_like"` is a method of the benchmark.
-        init_from (`str`, *optional*): a drafter to start from instead of new weights.
+        init_from (`str`, *optional*): a drafter to start from instead of new weights. It keeps its sizes, with one
+            exception: from a Falcon drafter of one token a pass, `block_size` and `conditioning_size` make a drafter
+            of blocks ([`start_blocks`]).
         block_size, num_lstm_layers, num_draft_layers, conditioning_size, feature_layers, draft_vocab_size:
             See [`FalconDraftConfig`]. By default one token a pass, no LSTM layer (a linear fusion) and two decoder
             layers; the paper has two tokens a pass and two LSTM layers. EAGLE-3 always has one token a pass, and by
