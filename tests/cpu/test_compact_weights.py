@@ -102,8 +102,8 @@ def test_changes_are_noticed(change):
 
 @pytest.fixture
 def backend(monkeypatch):
-    for module in (compact_linears, skinny_gemm):
-        monkeypatch.setattr(module, "blocks_pay", lambda: True)
+    monkeypatch.setattr(compact_linears, "blocks_pay", lambda: True)
+    monkeypatch.setattr(skinny_gemm, "skinny_gemm_pays", lambda: True)
     monkeypatch.setattr("hf_falcon.cpu.compiling._is_faster", _without_timing)
     return Backend()
 

@@ -11,10 +11,10 @@ from torch import nn
 
 import hf_falcon
 from hf_falcon.cpu import skinny_gemm as module
-from hf_falcon.cpu.packed_layouts import blocks_pay
-from hf_falcon.cpu.skinny_gemm import SkinnyLinear, linears_of, skinny_gemm
+from hf_falcon.cpu.skinny_gemm import SkinnyLinear, linears_of, skinny_gemm, skinny_gemm_pays
 
-pytestmark = pytest.mark.skipif(not blocks_pay(), reason="needs MKL and AVX-512")
+pytestmark = pytest.mark.skipif(not skinny_gemm_pays(), reason="needs MKL, and AVX2 or AVX-512")
+LEAST, MOST = module._LEAST, module._MOST
 
 
 def kinds(model) -> set[type]:
@@ -46,17 +46,19 @@ def blocks_used(monkeypatch) -> list[int]:
 def test_values_are_those_of_the_ordinary_layer(outputs, bias, blocks_used):
     torch.manual_seed(0)
     layer = nn.Linear(40, outputs, bias=bias)
-    for rows in range(1, 20):
+    for rows in range(1, MOST + 4):
         states = torch.randn(1, rows, 40)
         expected = layer(states)
         with skinny_gemm(layer, linears_of(layer)):
             found = layer(states)
         torch.testing.assert_close(found, expected)
-        assert found.is_contiguous() and (4 <= rows <= 12 or torch.equal(found, expected))
-    assert blocks_used == list(range(4, 13))
+        assert found.is_contiguous() and (LEAST <= rows <= MOST or torch.equal(found, expected))
+    assert blocks_used == list(range(LEAST, MOST + 1))
 
 
-@pytest.mark.parametrize("rows, touched", [(None, True), (3, False), (4, True), (12, True), (13, False)])
+@pytest.mark.parametrize(
+    "rows, touched", [(None, True), (LEAST - 1, False), (LEAST, True), (MOST, True), (MOST + 1, False)]
+)
 def test_layers_are_touched_where_it_pays(rows, touched, linear):
     with skinny_gemm(linear, linears_of(linear), rows):
         assert (type(linear) is SkinnyLinear) == touched
@@ -136,7 +138,7 @@ def test_generation_scores_trees_by_blocks(rows, blocks_used):
     output = target.generate(tokens, attention_mask=torch.ones_like(tokens), assistant_model=drafter, **options)
     assert output.tolist() == expected.tolist()
     # Not the prompt, which plain decoding reads by ordinary products.
-    assert used_by_target and set(used_by_target) <= set(range(4, 9))
+    assert used_by_target and set(used_by_target) <= set(range(LEAST, 9))
     # The drafter's passes, too.
     assert len(blocks_used) > len(used_by_target)
     assert kinds(target) == kinds(drafter) == {nn.Linear}

@@ -8,6 +8,6 @@ On request: `packing.py` and `packed_layouts.py` (`pack_weights`: weights in an 
 forwards and the drafter's passes by `torch.compile`), with `compact_weights.py` and `compact_linears.py` (float32
 weights in fewer bytes for compiled code).
 
-By itself, during rounds: `skinny_gemm.py` (products of 4 to 12 rows, with AVX-512 and MKL) and `grouped_attention.py`
+By itself, during rounds: `skinny_gemm.py` (products of a few rows, with MKL) and `grouped_attention.py`
 (attention without copies of keys and values, for targets with grouped-query attention).
 """
