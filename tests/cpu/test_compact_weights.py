@@ -38,18 +38,25 @@ def on_grid(values: torch.Tensor, kind: str) -> torch.Tensor:
     return torch.from_numpy(dequantize(quantize(values.numpy(), kind), kind))
 
 
+@pytest.fixture(params=[torch.uint8, torch.bfloat16], ids=str)
+def codes(request, monkeypatch):
+    """The dtype of codes on a grid: the one of AVX-512, and the one of AVX2."""
+    monkeypatch.setattr(compact_weights, "_CODES", request.param)
+    return request.param
+
+
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 @pytest.mark.parametrize("kind", [*GRIDS, "bfloat16"])
-def test_values_stay_the_same_to_the_bit(kind, packed):
+def test_values_stay_the_same_to_the_bit(kind, packed, codes):
     values = weights(kind)
     found = compact(PackedWeight(BlockLayout(values), values) if packed else values)
-    assert found.dtype == (torch.bfloat16 if kind == "bfloat16" else torch.uint8)
+    assert found.dtype == (torch.bfloat16 if kind == "bfloat16" else codes)
     # Each input by itself, and nothing is added to it but zeros.
     assert torch.equal(found.product(torch.eye(INPUTS), None).T, values)
 
 
 @pytest.mark.parametrize("kind", [*GRIDS, "bfloat16"])
-def test_products(kind):
+def test_products(kind, codes):
     values, bias = weights(kind), torch.randn(OUTPUTS)
     states = torch.randn(5, 2, INPUTS).transpose(0, 1)
     expected = torch.nn.functional.linear(states, values, bias)
@@ -102,7 +109,7 @@ def test_changes_are_noticed(change):
 
 @pytest.fixture
 def backend(monkeypatch):
-    monkeypatch.setattr(compact_linears, "blocks_pay", lambda: True)
+    monkeypatch.setattr(compact_linears, "skinny_gemm_pays", lambda: True)
     monkeypatch.setattr(skinny_gemm, "skinny_gemm_pays", lambda: True)
     monkeypatch.setattr("hf_falcon.cpu.compiling._is_faster", _without_timing)
     return Backend()

@@ -20,7 +20,7 @@ import hf_falcon
 from hf_falcon import FalconCandidateGenerator
 from hf_falcon.cpu import compact_weights, compiling
 from hf_falcon.cpu.compiled_rounds import compiled_passes_of
-from hf_falcon.cpu.packed_layouts import blocks_pay
+from hf_falcon.cpu.skinny_gemm import skinny_gemm_pays
 
 SIZES = (4,)
 WIDTH = 3
@@ -184,7 +184,7 @@ def test_changed_weights_are_not_drafted_with(which, target, backend):
     assert trees(target, drafter) == found
 
 
-@pytest.mark.skipif(not blocks_pay(), reason="compact weights need AVX-512 and MKL")
+@pytest.mark.skipif(not skinny_gemm_pays(), reason="compact weights need MKL, and AVX2 or AVX-512")
 @pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
 def test_compact_weights(packed, backend, monkeypatch):
     """Of the drafter and of the head: read while they are current."""

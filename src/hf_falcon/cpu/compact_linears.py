@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from .compact_weights import CompactWeight, compact
-from .packed_layouts import blocks_pay
 from .packing import PackedLinear
-from .skinny_gemm import linears_of
+from .skinny_gemm import linears_of, skinny_gemm_pays
 
 
 class CompactLinears:
@@ -37,8 +36,8 @@ class CompactLinears:
         Returns:
             `bool`: whether code that was compiled before cannot use them, because dtypes changed.
         """
-        # As for blocks of float32: only with the instructions that it was faster with.
-        found = {linear: compact(linear.weight) for linear in _linears_of(*models) if blocks_pay()}
+        # As for skinny products: only with the instructions that it was faster with.
+        found = {linear: compact(linear.weight) for linear in _linears_of(*models) if skinny_gemm_pays()}
         self._weights = {linear: weight for linear, weight in found.items() if weight is not None}
         before, self._dtypes = self._dtypes, [None if weight is None else weight.dtype for weight in found.values()]
         return self._dtypes != before

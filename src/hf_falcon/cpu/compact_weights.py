@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-Float32 weights in fewer bytes, exact to the bit. A product of a few rows takes as long as one read of its weight, and
-few float32 weights use all of their bits: most checkpoints are in bfloat16, and the values of a quantised file are on
-a grid.
+Float32 weights in one or two bytes a value, exact to the bit. A product of a few rows takes as long as one read of its
+weight, and few float32 weights use all of their bits: most checkpoints are in bfloat16, and the values of a quantised
+file are on a grid.
 """
 
 from __future__ import annotations
@@ -15,10 +15,14 @@ from torch import Tensor
 
 from .packed_layouts import PackedWeight
 
-# Outputs side by side: the number of float32 values in a vector of AVX-512.
+_HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+# Outputs side by side: float32 values in one vector of AVX-512, or in two of AVX2.
 _LANES = 16
 # The largest number of rows of a product. With more rows, MKL is faster.
-_MOST_ROWS = 12
+_MOST_ROWS = 12 if _HAS_AVX512 else 8
+# The dtype of codes. For AVX2, `torch.compile` converts uint8 one value at a time, so that one byte takes five times as
+# long as two. bfloat16 holds the codes, which are below 256, exactly.
+_CODES = torch.uint8 if _HAS_AVX512 else torch.bfloat16
 # The number of values of a weight that are compared to detect a change.
 _SAMPLES = 64
 # Inputs that share a grid in GGUF's files.
@@ -63,8 +67,8 @@ class CompactWeight(WeightMark):
 
     Args:
         weight (`torch.Tensor` of shape `(out_features, in_features)`): the weight.
-        codes (`torch.Tensor` of shape `(out_features, groups, in_features / groups)`): its values in bfloat16, or in
-            uint8 if they are on the grid of their group.
+        codes (`torch.Tensor` of shape `(out_features, groups, in_features / groups)`): its values in bfloat16, or
+            the places of its values on the grid of their group.
         grid (two `torch.Tensor` of shape `(out_features, groups, 1)`, *optional*): steps and offsets. A value is
             `code * step + offset`; the product `code * step` is exact.
     """
@@ -76,7 +80,7 @@ class CompactWeight(WeightMark):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that holds the values: bfloat16, or uint8 on a grid."""
+        """The dtype of the codes."""
         return self._codes.dtype
 
     def suits(self, input: Tensor) -> bool:
@@ -132,7 +136,7 @@ def _on_grid(
         codes = ((rows - offsets) / steps).round_().nan_to_num_(0.0).clamp_(0, 255)
         if not torch.equal(codes * steps + offsets, rows):
             return None
-        found.append((codes.to(torch.uint8), steps, offsets))
+        found.append((codes.to(_CODES), steps, offsets))
     codes, steps, offsets = map(torch.cat, zip(*found))
     return codes, steps, offsets
 
