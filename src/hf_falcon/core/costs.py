@@ -40,8 +40,9 @@ _FEWEST_TOKENS = 10
 _LARGEST_FILE, _SECONDS = 2**16, (1e-9, 3600.0)
 # Weight of a new round in a running mean.
 _NEW = 0.1
-# Kept times are compared at about this many draft nodes, and measured anew where they differ by more than a factor.
-_CHECKED_SIZE, _TOLERANCE = 7, 1.25
+# Kept times are compared at about these numbers of draft nodes, and measured anew where one differs by more than a
+# factor. Two, because a change of the target's code may change one size alone.
+_CHECKED_SIZES, _TOLERANCE = (3, 7), 1.25
 # What a draft pass and a commit cost before they were timed, in plain steps, and the factor between the costs that
 # decisions are made with. They stand still while the measured mean stays near: in bfloat16 the size of a tree decides
 # how its logits are rounded, so costs that change with every timing would flip near-ties from run to run.
@@ -233,10 +234,11 @@ def still_valid(
 
     Args:
         seconds (`dict[int, float]`): see [`Costs`].
-        forward, device, repeats: see [`measure`]; two sizes are timed.
+        forward, device, repeats: see [`measure`]; three sizes are timed.
     """
-    size = min((size for size in seconds if size > 0), key=lambda size: abs(size - _CHECKED_SIZE), default=0)
-    found = {0: math.inf, size: math.inf}
+    drafted = [size for size in seconds if size > 0]
+    sizes = {min(drafted, key=lambda size: abs(size - near)) for near in _CHECKED_SIZES if drafted}
+    found = dict.fromkeys((0, *sizes), math.inf)
     for _ in range(1 + repeats):
         for each in found:
             begin = time.perf_counter()
@@ -244,8 +246,8 @@ def still_valid(
             if device.type == "cuda":
                 torch.cuda.synchronize(device)
             found[each] = min(found[each], time.perf_counter() - begin)
-    change = (found[size] / found[0]) / (seconds[size] / seconds[0])
-    return 1 / _TOLERANCE < change < _TOLERANCE
+    changes = [(found[size] / found[0]) / (seconds[size] / seconds[0]) for size in sizes]
+    return all(1 / _TOLERANCE < change < _TOLERANCE for change in changes)
 
 
 class CostKey(NamedTuple):
@@ -329,8 +331,8 @@ def costs_of(
         logger.warning_once(
             "Falcon measures what the target's forward costs on this machine: once, for a second at most."
         )
-        # The other half of the time is left for the check of times that did not hold.
-        seconds = measure(forward, key.max_nodes, target.device, tokens=tokens / 2)
+        # The rest of the time is left for the check of times that did not hold.
+        seconds = measure(forward, key.max_nodes, target.device, tokens=tokens / 3)
         save(target, key, seconds)
         known[key] = Costs(in_steps(seconds, key.compiled))
     return known[key]
