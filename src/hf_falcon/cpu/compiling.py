@@ -56,10 +56,10 @@ def compile_rounds(
     else runs as before. Each size takes half a minute to two and a half minutes, and less if `torch.compile` finds the
     code of an earlier process in its cache on disk. Pack weights before, not afterwards. Outputs differ by rounding.
 
-    With MKL, compiled forwards of up to twelve tokens (AVX-512) or eight (AVX2) read a compact copy of float32 weights,
-    in one or two bytes a value, if the values fit bfloat16 or the grid of a file of 4, 5 or 8 bits. The copies take up
-    to 0.6 times as much memory again. If a weight has changed since, rounds run uncompiled: every call detects changes
-    by sampling each weight.
+    With MKL, compiled forwards of up to twelve tokens (AVX-512) or eight (AVX2) read a compact copy of float32
+    weights, in one or two bytes a value, if the values fit bfloat16 or the grid of a file of 4, 5 or 8 bits. The
+    copies take up to 0.6 times as much memory again. If a weight has changed since, rounds run uncompiled: every call
+    detects changes by sampling each weight.
 
     Args:
         target ([`PreTrainedModel`]): the target, in evaluation mode.
