@@ -20,8 +20,8 @@ _HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 _LANES = 16
 # The largest number of rows of a product. With more rows, MKL is faster.
 _MOST_ROWS = 12 if _HAS_AVX512 else 8
-# The dtype of codes. With AVX2, compiled code converts uint8 so slowly that one byte a value takes five times as long as
-# two. bfloat16 holds the codes, which are below 256, exactly.
+# The dtype of codes. With AVX2, compiled code converts uint8 so slowly that one byte a value takes five times as long
+# as two. bfloat16 holds the codes, which are below 256, exactly.
 _CODES = torch.uint8 if _HAS_AVX512 else torch.bfloat16
 # The number of values of a weight that are compared to detect a change.
 _SAMPLES = 64
