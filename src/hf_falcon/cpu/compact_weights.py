@@ -18,7 +18,7 @@ from .packed_layouts import PackedWeight
 _HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 # Outputs side by side: float32 values in one vector of AVX-512, or in two of AVX2.
 _LANES = 16
-# The largest number of rows of a product. With more rows, MKL is faster.
+# The largest number of rows of a product. With more rows MKL is faster with AVX-512; with AVX2 no more were tried.
 _MOST_ROWS = 12 if _HAS_AVX512 else 8
 # The dtype of codes. With AVX2, compiled code converts uint8 so slowly that one byte a value takes five times as long
 # as two. bfloat16 holds the codes, which are below 256, exactly.
