@@ -72,9 +72,34 @@ def test_one_value_beside_its_grid(kind, row):
     assert compact(values) is None
 
 
+@pytest.fixture(params=[False, True], ids=["", "bfloat16"])
+def has_bfloat16_products(request, monkeypatch):
+    monkeypatch.setattr(compact_weights, "has_bfloat16_products", lambda: request.param)
+    monkeypatch.setattr(skinny_gemm, "has_bfloat16_products", lambda: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+def test_bfloat16_without_instructions_for_it(has_bfloat16_products, rows):
+    values, bias = weights("bfloat16").bfloat16(), torch.randn(OUTPUTS).bfloat16()
+    states = torch.randn(rows, INPUTS).bfloat16()
+    found = compact(values)
+    if has_bfloat16_products:
+        assert found is None
+        return
+    assert found.suits(states) and not found.suits(states.float())
+    assert not found.suits(states[:1].expand(17, -1))
+    assert torch.equal(found.product(torch.eye(INPUTS).bfloat16(), None).T, values)
+    output = found.product(states, bias)
+    assert output.dtype == torch.bfloat16
+    # The sum is in float32, and is rounded once.
+    exact = states.double() @ values.double().T + bias.double()
+    torch.testing.assert_close(output.double(), exact, rtol=2**-8, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     "values",
-    [torch.randn(48, 96), weights("Q4_1")[:40], weights("Q4_1").bfloat16(), torch.full((16, 32), torch.nan)],
+    [torch.randn(48, 96), weights("Q4_1")[:40], weights("Q4_1").half(), torch.full((16, 32), torch.nan)],
     ids=["float32", "outputs", "dtype", "nan"],
 )
 def test_weights_that_stay_as_they_are(values):
@@ -149,6 +174,18 @@ def test_text_equals_plain(target, backend, packed):
     with hf_falcon.compiled_rounds(target, (1, 4, 8), compiled_by(backend)):
         assert generate(target, tokens, drafter) == generate(target, tokens)
         assert all(each in rounds._weights for each in linears)
+
+
+def test_a_target_in_bfloat16(target, backend, has_bfloat16_products):
+    """Compiling itself compares its values with those of code that is not compiled."""
+    target = target.bfloat16()
+    drafter = drafter_of(target)
+    with hf_falcon.compiled_rounds(target, (1, 4, 8), compiled_by(backend)):
+        rounds, ran = compiled_rounds_of(target), backend.ran
+        linears = [module for module in target.modules() if isinstance(module, torch.nn.Linear)]
+        assert [each in rounds._weights for each in linears] == [not has_bfloat16_products] * len(linears)
+        generate(target, prompt(9), drafter)
+        assert backend.ran > ran
 
 
 def test_an_lm_head_with_another_forward(target, backend):

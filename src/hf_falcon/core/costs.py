@@ -32,6 +32,9 @@ logger = logging.get_logger(__name__)
 
 # Draft nodes at which the target is timed; between them its time is interpolated.
 _SIZES = (0, 1, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127)
+# The size that is timed after a single token. Where the largest tree takes many times as long as small ones, a line
+# from one end of the curve to the other would make all trees seem too expensive.
+_FIRST_SIZE = 7
 _MEASURING_SECONDS = 1.0
 _REPEATS = 4
 # A call of fewer tokens ends sooner than a measurement, or a check of kept times.
@@ -181,9 +184,10 @@ def measure(
     Returns:
         `dict[int, float]`: the shortest time of each, in seconds: other load of the machine only adds to it.
     """
-    # The ends of the curve come first: where a forward takes long, there is time for no more. After that each size
-    # gets the same time, so that small trees, which choices are mostly between, are timed most often.
-    sizes = [0, max_nodes, *(size for size in _SIZES if 0 < size < max_nodes)]
+    # The first sizes are those that decide most: where a forward takes long, there is time for no more. After that
+    # each size gets the same time, so that small trees, which choices are mostly between, are timed most often.
+    sizes = list(dict.fromkeys((0, min(_FIRST_SIZE, max_nodes), max_nodes, *_SIZES)))
+    sizes = [size for size in sizes if size <= max_nodes]
     found: dict[int, float] = {}
     spent, turns = dict.fromkeys(sizes, 0.0), dict.fromkeys(sizes, 0)
     start = time.perf_counter()

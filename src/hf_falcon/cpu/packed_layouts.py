@@ -28,6 +28,11 @@ _numbers = WeakIdKeyDictionary()
 _next_number = itertools.count()
 
 
+def has_bfloat16_products() -> bool:
+    """Whether this processor has the instructions that oneDNN's products in bfloat16 need."""
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 class OneDnnLayout:
     """
     oneDNN's own layout, which `torch.compile` with freezing uses, too.

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .compact_weights import CompactWeight
-from .packed_layouts import BlockLayout, OneDnnLayout, PackedWeight, layout_of
+from .packed_layouts import BlockLayout, OneDnnLayout, PackedWeight, has_bfloat16_products, layout_of
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -205,7 +205,7 @@ def _packable(model: nn.Module) -> list[nn.Linear]:
                 f"{name}'s `{path}.weight` is {dtype}, and weights are packed in {' or '.join(map(str, _DTYPES))} "
                 "only: load the model in one of them, or generate without packed weights."
             )
-        if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        if dtype == torch.bfloat16 and not has_bfloat16_products():
             raise RuntimeError(
                 f"{name} is in bfloat16, and this processor lacks oneDNN's instructions for it: load the model in "
                 "float32, or generate without packed weights."

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .compact_weights import CompactWeight
-from .packed_layouts import product_of_blocks
+from .packed_layouts import has_bfloat16_products, product_of_blocks
 
 _CAPABILITY = torch.backends.cpu.get_cpu_capability()
 # The numbers of rows for which this is faster, and the outputs of a block: the first width that divides a layer's
@@ -122,7 +122,8 @@ def _is_suited(linear: nn.Linear) -> bool:
     return (
         type(weight) is nn.Parameter
         and weight.device.type == "cpu"
-        and weight.dtype == torch.float32
+        # In bfloat16 compiled code alone is faster.
+        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and not has_bfloat16_products()))
         and weight.is_contiguous()
         and weight.shape[0] % _WIDTHS[-1] == 0
     )
