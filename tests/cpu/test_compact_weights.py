@@ -55,8 +55,11 @@ def test_values_stay_the_same_to_the_bit(kind, packed, codes):
     assert torch.equal(found.product(torch.eye(INPUTS), None).T, values)
 
 
+@pytest.mark.parametrize("sums", [4, 12])
 @pytest.mark.parametrize("kind", [*GRIDS, "bfloat16"])
-def test_products(kind, codes):
+def test_products(kind, sums, codes, monkeypatch):
+    """Ten rows: also in turns, the last of which is not full."""
+    monkeypatch.setattr(compact_weights, "_SUMS", sums)
     values, bias = weights(kind), torch.randn(OUTPUTS)
     states = torch.randn(5, 2, INPUTS).transpose(0, 1)
     expected = torch.nn.functional.linear(states, values, bias)

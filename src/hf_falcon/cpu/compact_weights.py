@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .packed_layouts import PackedWeight, has_bfloat16_products
@@ -25,6 +26,8 @@ _MOST_ROWS = {torch.float32: 12 if _HAS_AVX512 else 8, torch.bfloat16: 16}
 # The dtype of codes. With AVX2, compiled code converts uint8 so slowly that one byte a value takes five times as long
 # as two. bfloat16 holds the codes, which are below 256, exactly.
 _CODES = torch.uint8 if _HAS_AVX512 else torch.bfloat16
+# The number of rows in one loop: those whose sums fit into the registers.
+_SUMS = 12 if _HAS_AVX512 else 4
 # The number of values of a weight that are compared to detect a change.
 _SAMPLES = 64
 # Inputs that share a grid in GGUF's files.
@@ -93,16 +96,22 @@ class CompactWeight(WeightMark):
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """`torch.nn.functional.linear(input, weight, bias)`, written for `torch.compile`."""
         blocks, groups, size, lanes = self._codes.shape
-        rows = input.reshape(-1, groups * size).float().contiguous()
+        rows = input.reshape(-1, groups * size).float()
+        count = rows.shape[0]
+        turns = -(-count // _SUMS)
+        sums = -(-count // turns)
+        rows = F.pad(rows, (0, 0, 0, sums * turns - count)).contiguous()
         # The strides make the compiler store rows that are not computed yet, instead of computing them again in the
         # innermost loop.
-        rows = rows.as_strided((rows.shape[0], groups, size, 1), (groups * size, size, 1, 0))
+        rows = rows.as_strided((sums, turns, groups, size, 1), (turns * groups * size, groups * size, size, 1, 0))
         weight = self._codes.float()
         if self._grid is not None:
             steps, offsets = self._grid
             weight = weight * steps + offsets
-        # One sum for each row. The compiler fuses the sums into one loop, which reads the weight once.
-        output = torch.stack([(weight * row).sum((1, 2)) for row in rows.unbind()])
+        # One sum for each row of a turn. The compiler fuses them into one loop, which reads a block of the weight from
+        # memory in the first turn, and from the nearest cache in the others.
+        output = torch.stack([(weight[:, None] * row).sum((2, 3)) for row in rows.unbind()])
+        output = output.transpose(1, 2).reshape(-1, blocks * lanes)[:count]
         output = output.reshape(*input.shape[:-1], blocks * lanes)
         return (output if bias is None else output + bias).to(input.dtype)
 
