@@ -95,9 +95,9 @@ def test_bfloat16_without_instructions_for_it(has_bfloat16_products, rows):
     assert torch.equal(found.product(torch.eye(INPUTS).bfloat16(), None).T, values)
     output = found.product(states, bias)
     assert output.dtype == torch.bfloat16
-    # The sum is in float32, and is rounded once.
+    # The sum is in float32, and is rounded once. Some rows of the weight are a thousand times the others.
     exact = states.double() @ values.double().T + bias.double()
-    torch.testing.assert_close(output.double(), exact, rtol=2**-8, atol=1e-5)
+    torch.testing.assert_close(output.double(), exact, rtol=2**-8, atol=1e-4)
 
 
 @pytest.mark.parametrize(
