@@ -27,8 +27,9 @@ class Backend:
         def run(*arguments):
             self.ran += 1
             tensors = [each for each in arguments if torch.is_tensor(each)]
-            # The LM head's code gets no tokens.
-            self.rows += [each.shape[1] for each in tensors if each.dtype == torch.long and each.dim() == 2][:1]
+            # Tokens or positions, or hidden states.
+            of_rows = [each for each in tensors if each.dim() == (2 if each.dtype == torch.long else 3)]
+            self.rows += [each.shape[1] for each in of_rows[:1]]
             return graph.forward(*arguments)
 
         return run

@@ -110,7 +110,7 @@ class FeatureTap:
 
     def __init__(self, model: PreTrainedModel, layers: Sequence[int] = ()):
         self._decoder = decoder_of(model)
-        self._layers = _decoder_layers(model, [max(layer, 0) for layer in layers])
+        self._layers = _wanted_layers(model, [max(layer, 0) for layer in layers])
         # Whether the layer's input is collected, and not its output.
         self._takes_input = [layer < 0 for layer in layers]
         self._thread = threading.get_ident()
@@ -171,21 +171,27 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return decoder if decoder.get_output_embeddings() is None else getattr(decoder, "model", decoder)
 
 
-def _decoder_layers(model: PreTrainedModel, wanted: Sequence[int]) -> list[nn.Module]:
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """All of a causal language model's decoder layers; none if they are not in one list."""
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    lists = [each for each in decoder_of(model).children() if isinstance(each, nn.ModuleList) and len(each) == count]
+    return list(lists[0]) if lists else []
+
+
+def _wanted_layers(model: PreTrainedModel, wanted: Sequence[int]) -> list[nn.Module]:
     """
     Some of a model's decoder layers.
 
     Raises:
         `ValueError`: if the model has no such layer.
     """
-    count = model.config.get_text_config(decoder=True).num_hidden_layers
-    lists = [each for each in decoder_of(model).children() if isinstance(each, nn.ModuleList) and len(each) == count]
-    if wanted and (not lists or max(wanted) >= count):
+    layers = decoder_layers(model)
+    if wanted and max(wanted) >= len(layers):
         raise ValueError(
-            f"`feature_layers` is {list(wanted)}, but {type(model).__name__} has {count if lists else 'no'} decoder "
+            f"`feature_layers` is {list(wanted)}, but {type(model).__name__} has {len(layers) or 'no'} decoder "
             "layers in one list, counted from 0: give other layers, or leave it out."
         )
-    return [lists[0][layer] for layer in wanted]
+    return [layers[layer] for layer in wanted]
 
 
 def layer_kinds(config: PreTrainedConfig) -> set[str]:

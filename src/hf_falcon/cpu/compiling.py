@@ -19,7 +19,7 @@ from ..core.caches import STATIC_SLOTS, DraftCache
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
 from ..core.modeling_falcon_draft import hide_end
-from ..core.target_parts import chain_reason, decoder_of, unsupported_reason
+from ..core.target_parts import chain_reason, unsupported_reason
 from ..core.target_run import TargetRun
 from .backend import CpuTarget
 from .compiled_code import captures_graphs
@@ -53,13 +53,14 @@ def compile_rounds(
     """
     Compiles a target's forward for trees of a few sizes, and a drafter's passes, by `torch.compile`, until
     [`uncompile_rounds`]. `generate` with a drafter then runs compiled code for the sizes that are faster; everything
-    else runs as before. Each size takes half a minute to two and a half minutes, and less if `torch.compile` finds the
-    code of an earlier process in its cache on disk. Pack weights before, not afterwards. Outputs differ by rounding.
+    else runs as before. On a CPU decoder layers of one kind share their code, and a size takes some 20 seconds, or
+    less if `torch.compile` finds the code of an earlier process in its cache on disk. Pack weights before, not
+    afterwards. Outputs differ by rounding.
 
-    With MKL, compiled forwards of up to twelve tokens (AVX-512) or eight (AVX2) read a compact copy of float32
-    weights, in one or two bytes a value, if the values fit bfloat16 or the grid of a file of 4, 5 or 8 bits. The
-    copies take up to 0.6 times as much memory again. On a processor without products in bfloat16, forwards of up to
-    16 tokens read a copy of weights in bfloat16, of the same size, and multiply in float32. If a weight has changed
+    With MKL, compiled forwards of up to 12 tokens (AVX-512) or 16 (AVX2) read a compact copy of float32 weights, in
+    one or two bytes a value, if the values fit bfloat16 or the grid of a file of 4, 5 or 8 bits. The copies take up
+    to 0.6 times as much memory again. On a processor without products in bfloat16, forwards of up to 16 tokens read
+    a copy of weights in bfloat16, of the same size, and multiply in float32. If a weight has changed
     since, rounds run uncompiled: every call detects changes by sampling each weight.
 
     Args:
@@ -93,7 +94,7 @@ def compile_rounds(
     state = is_packed(target), target.dtype, target.device, repr(config)
     made = _made.setdefault(target, {})
     if state not in made:
-        made[state] = CompiledRounds(decoder_of(target), target.get_output_embeddings(), config)
+        made[state] = CompiledRounds(target, config)
     rounds = made[state]
     rounds.compact_weights()
     if not rounds.are_exact:

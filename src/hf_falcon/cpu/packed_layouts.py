@@ -44,8 +44,10 @@ class OneDnnLayout:
     def __init__(self, weight: Tensor):
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
         self._out_features = weight.shape[0]
-        self._number: int = _numbers.setdefault(weight, next(_next_number))
-        _layouts[self._number] = self
+        number: int = _numbers.setdefault(weight, next(_next_number))
+        _layouts[number] = self
+        # A tensor, because code is compiled anew for another number, but not for a tensor of another value.
+        self._number = torch.tensor(number)
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """`torch.nn.functional.linear(input, weight, bias)`."""
@@ -86,17 +88,17 @@ class BlockLayout:
         return self._blocks.transpose(1, 2).flatten(0, 1)[: self._out_features].contiguous()
 
 
-def _product(input: Tensor, bias: Tensor | None, number: int, out_features: int) -> Tensor:
-    return _layouts[number].product(input, bias)
+def _product(input: Tensor, bias: Tensor | None, number: Tensor, out_features: int) -> Tensor:
+    return _layouts[int(number)].product(input, bias)
 
 
-def _shape_of_product(input: Tensor, bias: Tensor | None, number: int, out_features: int) -> Tensor:
+def _shape_of_product(input: Tensor, bias: Tensor | None, number: Tensor, out_features: int) -> Tensor:
     return input.new_empty(*input.shape[:-1], out_features)
 
 
 _namespace = "hf_falcon_cpu"
 _library = torch.library.Library(_namespace, "DEF")
-_library.define("product(Tensor input, Tensor? bias, int number, int out_features) -> Tensor")
+_library.define("product(Tensor input, Tensor? bias, Tensor number, int out_features) -> Tensor")
 _library.impl("product", _product, "CPU")
 torch.library.register_fake(f"{_namespace}::product", _shape_of_product, lib=_library)
 _operators = getattr(torch.ops, _namespace)

@@ -101,8 +101,7 @@ def _enter(model: nn.Module, linears: list[nn.Linear]) -> None:
     with _lock:
         _users[model] = _users.get(model, 0) + 1
         if _users[model] == 1:
-            for linear in linears:
-                linear.__class__ = SkinnyLinear
+            _change_class(linears, SkinnyLinear)
 
 
 def _leave(model: nn.Module, linears: list[nn.Linear]) -> None:
@@ -110,8 +109,13 @@ def _leave(model: nn.Module, linears: list[nn.Linear]) -> None:
         _users[model] -= 1
         if _users[model] == 0:
             del _users[model]
-            for linear in linears:
-                linear.__class__ = nn.Linear
+            _change_class(linears, nn.Linear)
+
+
+def _change_class(linears: list[nn.Linear], to: type[nn.Linear]) -> None:
+    for linear in linears:
+        # A module's own assignment searches its parameters first: a millisecond for 200 layers.
+        object.__setattr__(linear, "__class__", to)
 
 
 def _is_suited(linear: nn.Linear) -> bool:
