@@ -84,6 +84,7 @@ class CompactWeight(WeightMark):
     def __init__(self, weight: Tensor, codes: Tensor, grid: tuple[Tensor, Tensor] | None = None):
         super().__init__(weight)
         self._weight_dtype = weight.dtype
+        # Of the codes, also where two of them share a word.
         self.dtype = codes.dtype
         self._in_pairs = _IN_PAIRS and codes.dtype == torch.bfloat16
         self._codes = _paired(_in_lanes(codes)) if self._in_pairs else _in_lanes(codes)

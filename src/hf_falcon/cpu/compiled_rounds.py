@@ -98,7 +98,8 @@ class CompiledRounds:
     thread; all other forwards of the target run as before.
 
     On a CPU each decoder layer is compiled by itself. Layers of one kind share their code, so compiling takes a tenth
-    of the time that it takes for a whole decoder of 30 layers. Captured graphs are of the whole decoder.
+    of the time that it takes for a whole decoder of 30 layers. Captured graphs are of the whole decoder, and so is the
+    code of a decoder whose layers are not in one list.
 
     Args:
         target ([`PreTrainedModel`]): the target.
@@ -239,6 +240,7 @@ class CompiledRounds:
         here = self._here
         if here.rows is None or index >= len(here.of_layers):
             return _plain_layer(layer, *args, **kwargs)
+        # The layer gets its own cache in place of the decoder's.
         own = here.of_layers[index]
         args = tuple(own if value is here.rows else value for value in args)
         kwargs = {name: own if value is here.rows else value for name, value in kwargs.items()}
