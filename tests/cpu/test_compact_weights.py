@@ -13,7 +13,7 @@ from quick import one_in
 from tiny_models import prompt, tiny_target
 
 import hf_falcon
-from hf_falcon.cpu import compact_linears, compact_weights
+from hf_falcon.cpu import compact_weights, lent_weights
 from hf_falcon.cpu import skinny_gemm as skinny_gemm
 from hf_falcon.cpu.compact_weights import compact
 from hf_falcon.cpu.compiled_rounds import compiled_rounds_of
@@ -139,7 +139,7 @@ def test_changes_are_noticed(change):
 
 @pytest.fixture
 def backend(monkeypatch):
-    monkeypatch.setattr(compact_linears, "skinny_gemm_pays", lambda: True)
+    monkeypatch.setattr(lent_weights, "skinny_gemm_pays", lambda: True)
     monkeypatch.setattr(skinny_gemm, "skinny_gemm_pays", lambda: True)
     monkeypatch.setattr("hf_falcon.cpu.compiling._is_faster", _without_timing)
     return Backend()
@@ -209,7 +209,7 @@ def test_compiled_code_reads_them(target, backend, monkeypatch):
         found._codes.mul_(1.5)
         return found
 
-    monkeypatch.setattr(compact_linears, "compact", others)
+    monkeypatch.setattr(lent_weights, "compact", others)
     with pytest.raises(RuntimeError, match="rounds of 4 tokens give other values"):
         hf_falcon.compile_rounds(target, (4,), compiled_by(backend))
 

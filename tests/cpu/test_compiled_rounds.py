@@ -165,7 +165,7 @@ def test_weights_are_told_apart_by_number(tmp_path):
     numbers = [layout._number for layout in layouts]
     assert numbers[0] == numbers[2] != numbers[1]
     states = torch.randn(2, 8)
-    found = [packed_layouts._operators.product(states, None, number, 16) for number in numbers]
+    found = [packed_layouts.product_operator()(states, None, number, 16) for number in numbers]
     with torch.no_grad():
         for product, linear in zip(found, (first, second, first)):
             torch.testing.assert_close(product, linear(states))

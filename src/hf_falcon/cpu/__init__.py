@@ -5,8 +5,8 @@ core runs without it, and `backend.py` plugs it into `core/interfaces.py`.
 
 On request: `packing.py` and `packed_layouts.py` (`pack_weights`: weights in an order for products of a few rows);
 `compiling.py`, `compiled_rounds.py`, `compiled_passes.py` and `compiled_code.py` (`compile_rounds`: the target's
-forwards and the drafter's passes by `torch.compile`), with `compact_weights.py` and `compact_linears.py` (float32
-weights in fewer bytes for compiled code).
+forwards and the drafter's passes by `torch.compile`), with `lent_weights.py`, `compact_weights.py` (weights in fewer
+bytes) and `joined_weights.py` (packed weights side by side) for compiled code.
 
 By itself, during rounds: `skinny_gemm.py` (products of a few rows, with MKL) and `grouped_attention.py`
 (attention without copies of keys and values, for targets with grouped-query attention).

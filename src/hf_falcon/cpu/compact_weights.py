@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -45,6 +46,21 @@ _GRIDS: list[tuple[Callable[[Tensor, Tensor], Tensor], int | None]] = [
     (lambda low, high: (high - low) / 15, None),
     (lambda low, high: (high - low) / 31, None),
 ]
+
+
+class LentWeight(Protocol):
+    """What compiled code multiplies with in place of a linear layer's weight."""
+
+    dtype: torch.dtype
+
+    def suits(self, input: Tensor) -> bool:
+        """Whether a product with `input` of shape `(..., in_features)` is faster than torch's own."""
+
+    def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
+        """`torch.nn.functional.linear(input, weight, bias)`, written for `torch.compile`."""
+
+    def is_of(self, weight: Tensor) -> bool:
+        """See [`WeightMark.is_of`]."""
 
 
 class WeightMark:
@@ -91,11 +107,11 @@ class CompactWeight(WeightMark):
         self._grid = None if grid is None else (_in_lanes(grid[0]), _in_lanes(grid[1]))
 
     def suits(self, input: Tensor) -> bool:
-        """Whether a product with `input` of shape `(..., in_features)` is faster than torch's own."""
+        """See [`LentWeight.suits`]."""
         return input.dtype == self._weight_dtype and input.numel() <= _MOST_ROWS[input.dtype] * input.shape[-1]
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """`torch.nn.functional.linear(input, weight, bias)`, written for `torch.compile`."""
+        """See [`LentWeight.product`]."""
         blocks, groups, size, _ = self._codes.shape
         rows = input.reshape(-1, groups * size).float()
         count = rows.shape[0]

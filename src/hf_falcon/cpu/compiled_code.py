@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig
 
+from .joined_weights import OneProductEach
+
 
 class CompiledCode:
     """
@@ -88,8 +90,12 @@ def _with_its_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _options() -> dict[str, Any]:
-    """Options for the loops of compact weights: fused multiply-add, and at most as many sums a loop as registers."""
+    """
+    Options for the loops of compact weights: fused multiply-add, and at most as many sums a loop as registers. And for
+    joined weights a pass over the graph.
+    """
     flag = "cpp.enable_floating_point_contract_flag"
     # In earlier versions of torch the flag is a `bool`.
     is_named = isinstance(torch._inductor.config.get_config_copy()[flag], str)
-    return {flag: "fast" if is_named else True, "max_fusion_size": 16}
+    options: dict[str, Any] = {flag: "fast" if is_named else True, "max_fusion_size": 16}
+    return options | {"post_grad_custom_pre_pass": OneProductEach()}

@@ -16,9 +16,9 @@ from transformers import CompileConfig, PreTrainedModel
 
 from ..core.caches import DraftCache
 from ..core.modeling_falcon_draft import KeyValueCache, hide_end
-from .compact_linears import CompactLinears
 from .compact_weights import WeightMark
 from .compiled_code import CompiledCode, captures_graphs, mark_rows, write_rows
+from .lent_weights import LentWeights
 
 
 @runtime_checkable
@@ -71,7 +71,7 @@ class CompiledPasses:
         # The drafter's head, for many calls of `generate`; `None` while the passes are not in use.
         self.head: CompiledHead | None = None
         self._config = compile_config
-        self._weights = CompactLinears()
+        self._weights = LentWeights()
 
     @contextmanager
     def compiling(self) -> Iterator[None]:

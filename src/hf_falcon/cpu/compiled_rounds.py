@@ -22,10 +22,10 @@ from transformers.utils import output_capturing
 
 from ..core.caches import StackedLayer
 from ..core.target_parts import decoder_layers, decoder_of
-from .compact_linears import CompactLinears
 from .compiled_code import CompiledCode, captures_graphs, mark_rows, write_rows
 from .compiled_passes import CompiledPasses
 from .grouped_attention import form_ahead
+from .lent_weights import LentWeights
 
 
 class TreeRows(DynamicLayer):
@@ -122,7 +122,7 @@ class CompiledRounds:
         # One graph for each size: kernels for any number of rows are slower.
         self._compiled: dict[int, CompiledCode] = {}
         self._compiled_heads: dict[int, CompiledCode] = {}
-        self._weights = CompactLinears()
+        self._weights = LentWeights()
         # The compiled passes of drafters for this target: the passes in use, and all compiled passes by their key.
         self.passes: weakref.WeakKeyDictionary[nn.Module, CompiledPasses] = weakref.WeakKeyDictionary()
         self.made: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], CompiledPasses]]
@@ -184,13 +184,13 @@ class CompiledRounds:
         ):
             yield
 
-    def compact_weights(self) -> None:
-        """Makes compact weights from the current weights of linear layers, if their values allow it."""
+    def take_weights(self) -> None:
+        """Makes what compiled code reads from the current weights of linear layers; see [`LentWeights.take`]."""
         if self._weights.take(self._decoder, self._head):
             self.is_faster.clear()
 
     def drop_weights(self) -> None:
-        """Drops compact weights, and stops the use of drafters' compiled passes. Compiled code is kept."""
+        """Drops these weights, and stops the use of drafters' compiled passes. Compiled code is kept."""
         self._weights.drop()
         for passes in self.passes.values():
             passes.drop()

@@ -60,8 +60,9 @@ def compile_rounds(
     With MKL, compiled forwards of up to 12 tokens (AVX-512) or 16 (AVX2) read a compact copy of float32 weights, in
     one or two bytes a value, if the values fit bfloat16 or the grid of a file of 4, 5 or 8 bits. The copies take up
     to 0.6 times as much memory again. On a processor without products in bfloat16, forwards of up to 16 tokens read
-    a copy of weights in bfloat16, of the same size, and multiply in float32. If a weight has changed since, rounds
-    run uncompiled: every call detects changes by sampling each weight.
+    a copy of weights in bfloat16, of the same size, and multiply in float32. Packed weights of layers with the same
+    input are read side by side, from a copy, if these have at most 4 million values together. If a weight has changed
+    since, rounds run uncompiled: every call detects changes by sampling each weight.
 
     Args:
         target ([`PreTrainedModel`]): the target, in evaluation mode.
@@ -96,7 +97,7 @@ def compile_rounds(
     if state not in made:
         made[state] = CompiledRounds(target, config)
     rounds = made[state]
-    rounds.compact_weights()
+    rounds.take_weights()
     if not rounds.are_exact:
         raise ValueError(
             f"The rounds of {type(target).__name__} cannot be compiled: its layers have hooks, or forwards of their "

@@ -53,8 +53,9 @@ class OneDnnLayout:
         """`torch.nn.functional.linear(input, weight, bias)`."""
         if torch.compiler.is_compiling():
             # `torch.compile` does not support oneDNN's tensors. Compiled code looks the layout up by its number.
-            return _operators.product(input, bias, self._number, self._out_features)
-        return torch.ops.mkldnn._linear_pointwise(input, self._weight, bias, "none", [], "")
+            return product_operator()(input, bias, self._number, self._out_features)
+        # The overload itself: the search for it takes as long as a part of a small product.
+        return torch.ops.mkldnn._linear_pointwise.default(input, self._weight, bias, "none", [], "")
 
     def to_dense(self) -> Tensor:
         """The weight, to the bit."""
@@ -101,7 +102,11 @@ _library = torch.library.Library(_namespace, "DEF")
 _library.define("product(Tensor input, Tensor? bias, Tensor number, int out_features) -> Tensor")
 _library.impl("product", _product, "CPU")
 torch.library.register_fake(f"{_namespace}::product", _shape_of_product, lib=_library)
-_operators = getattr(torch.ops, _namespace)
+
+
+def product_operator() -> Any:
+    """The operator of [`OneDnnLayout.product`] in compiled code."""
+    return getattr(torch.ops, _namespace).product.default
 
 
 def product_of_blocks(input: Tensor, blocks: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .compact_weights import CompactWeight
+from .compact_weights import LentWeight
 from .packed_layouts import BlockLayout, OneDnnLayout, PackedWeight, has_bfloat16_products, layout_of
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -33,7 +33,7 @@ class PackedLinear(nn.Linear):
     packed: OneDnnLayout | BlockLayout
     unpacked_parameter: nn.Parameter
     # Set while compiled code runs.
-    compact: CompactWeight | None = None
+    lent: LentWeight | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         if input.requires_grad and torch.is_grad_enabled():
@@ -44,8 +44,8 @@ class PackedLinear(nn.Linear):
         if input.dtype != self.unpacked_parameter.dtype:
             # Autocast, or a mistake: the result, or the error, of an ordinary layer.
             return F.linear(input, self.packed.to_dense(), self.bias)
-        if torch.compiler.is_compiling() and self.compact is not None and self.compact.suits(input):
-            return self.compact.product(input, self.bias)
+        if torch.compiler.is_compiling() and self.lent is not None and self.lent.suits(input):
+            return self.lent.product(input, self.bias)
         return self.packed.product(input, self.bias)
 
     @classmethod

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .compact_weights import CompactWeight
+from .compact_weights import LentWeight
 from .packed_layouts import has_bfloat16_products, product_of_blocks
 
 _CAPABILITY = torch.backends.cpu.get_cpu_capability()
@@ -44,11 +44,11 @@ class SkinnyLinear(nn.Linear):
     """
 
     # Set while compiled code runs.
-    compact: CompactWeight | None = None
+    lent: LentWeight | None = None
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() and self.compact is not None and self.compact.suits(input):
-            return self.compact.product(input, self.bias)
+        if torch.compiler.is_compiling() and self.lent is not None and self.lent.suits(input):
+            return self.lent.product(input, self.bias)
         rows = input.numel() // self.in_features
         # Code is only compiled for rounds.
         in_a_round = torch.compiler.is_compiling() or _here.in_a_round

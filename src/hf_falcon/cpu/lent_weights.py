@@ -1,8 +1,9 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""The compact weights of a model's linear layers. The layers have them only while compiled code runs."""
+"""What compiled code multiplies with in place of the weights of linear layers. They have it only while it runs."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,19 +11,20 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from .compact_weights import CompactWeight, compact
+from .compact_weights import LentWeight, compact
+from .joined_weights import joined_weights
 from .packing import PackedLinear
 from .skinny_gemm import linears_of, skinny_gemm_pays
 
 
-class CompactLinears:
-    """Linear layers, and the compact weights that compiled code reads in place of their weights."""
+class LentWeights:
+    """Linear layers, and the weights that compiled code reads in place of theirs: compact or joined ones."""
 
     def __init__(self) -> None:
-        self._weights: dict[nn.Linear, CompactWeight] = {}
+        self._weights: dict[nn.Linear, LentWeight] = {}
         self._dtypes: list[torch.dtype | None] = []
-        # The compact weights that the layers have now.
-        self._lent: dict[nn.Linear, CompactWeight] = {}
+        # The weights that the layers have now.
+        self._lent: dict[nn.Linear, LentWeight] = {}
         self._lock = threading.Lock()
         self._users = 0
 
@@ -31,30 +33,36 @@ class CompactLinears:
 
     def take(self, *models: nn.Module) -> bool:
         """
-        Makes compact weights from the current weights of models, for all layers whose values allow it.
+        Makes compact weights from the current weights of models, for all layers whose values allow it, and joins small
+        packed weights.
 
         Returns:
             `bool`: whether code that was compiled before cannot use them, because dtypes changed.
         """
         # As for skinny products: only with the instructions that it was faster with.
-        found = {linear: compact(linear.weight) for linear in _linears_of(*models) if skinny_gemm_pays()}
+        found: dict[nn.Linear, LentWeight | None] = {
+            linear: compact(linear.weight) for linear in _linears_of(*models) if skinny_gemm_pays()
+        }
+        for linear, joined in itertools.chain.from_iterable(map(joined_weights, models)):
+            if found.get(linear) is None:
+                found[linear] = joined
         self._weights = {linear: weight for linear, weight in found.items() if weight is not None}
         before, self._dtypes = self._dtypes, [None if weight is None else weight.dtype for weight in found.values()]
         return self._dtypes != before
 
     def drop(self) -> None:
-        """Drops the compact weights."""
+        """Drops the weights that `take` made."""
         self._weights = {}
 
     @contextmanager
     def lent(self) -> Iterator[None]:
-        """Inside, the layers have their compact weights. Several threads may be inside at the same time."""
+        """Inside, the layers have these weights. Several threads may be inside at the same time."""
         with self._lock:
             self._users += 1
             if self._users == 1:
                 self._lent = self._weights
                 for linear, weight in self._lent.items():
-                    vars(linear)["compact"] = weight
+                    vars(linear)["lent"] = weight
         try:
             yield
         finally:
@@ -63,7 +71,7 @@ class CompactLinears:
                 if self._users == 0:
                     for linear in self._lent:
                         # The passes of the same drafter for another target may have removed it already.
-                        vars(linear).pop("compact", None)
+                        vars(linear).pop("lent", None)
 
     @property
     def are_current(self) -> bool:
@@ -72,7 +80,7 @@ class CompactLinears:
 
 
 def _linears_of(*models: nn.Module) -> Iterator[nn.Linear]:
-    """Linear layers that use a compact weight if they have one."""
+    """Linear layers that use a lent weight if they have one."""
     for model in models:
         yield from linears_of(model)
         yield from (module for module in model.modules() if isinstance(module, PackedLinear))
