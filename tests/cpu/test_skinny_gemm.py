@@ -11,10 +11,10 @@ from torch import nn
 
 import hf_falcon
 from hf_falcon.cpu import skinny_gemm as module
-from hf_falcon.cpu.skinny_gemm import SkinnyLinear, linears_of, skinny_gemm, skinny_gemm_pays
+from hf_falcon.cpu.skinny_gemm import InnerLinear, SkinnyLinear, linears_of, skinny_gemm, skinny_gemm_pays
 
 pytestmark = pytest.mark.skipif(not skinny_gemm_pays(), reason="needs MKL, and AVX2 or AVX-512")
-LEAST, MOST = module._LEAST, module._MOST
+LEAST, MOST = module._ROWS[torch.float32][0], module._ROWS[torch.float32][-1]
 
 
 def kinds(model) -> set[type]:
@@ -73,7 +73,7 @@ def test_all_is_as_it_was_afterwards(linear):
             assert type(linear) is SkinnyLinear
         # The inner one leaves it to the outer one.
         assert type(linear) is SkinnyLinear
-        assert linears_of(linear) == [linear]
+        assert [*linears_of(linear)] == [linear]
         raise KeyError
     assert type(linear) is nn.Linear and not module._users
     assert not module._here.in_a_round
@@ -93,10 +93,44 @@ def test_other_threads_have_ordinary_layers(linear, blocks_used):
     assert torch.equal(found[0], expected)
 
 
+@pytest.fixture
+def swapped(monkeypatch) -> None:
+    """In bfloat16, as with AMX."""
+    monkeypatch.setitem(module._ROWS, torch.bfloat16, range(2, 25))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@torch.no_grad()
+def test_in_bfloat16_rows_and_weight_are_swapped(bias, swapped):
+    mlp = nn.ModuleDict(
+        {name: nn.Linear(40, 48, bias=bias) for name in ("gate_proj", "up_proj", "down_proj")}
+    ).bfloat16()
+    assert linears_of(mlp) == dict(zip(mlp.values(), (InnerLinear, InnerLinear, SkinnyLinear)))
+    for rows in (1, 2, 24, 25):
+        states = torch.randn(1, rows, 40).bfloat16()
+        expected = [layer(states) for layer in mlp.values()]
+        with skinny_gemm(mlp, linears_of(mlp)):
+            found = [layer(states) for layer in mlp.values()]
+        torch.testing.assert_close(found, expected)
+        # Only the layers inside leave their outputs as they are.
+        assert [each.is_contiguous() for each in found] == [rows in (1, 25), rows in (1, 25), True]
+
+
+def test_text_in_bfloat16(swapped):
+    """All shapes fit, in the target's rounds and in the drafter's passes."""
+    target = copy.deepcopy(tiny_target("llama")).bfloat16()
+    drafter, tokens = copy.deepcopy(tiny_drafter(target)), prompt(10)
+    output = target.generate(
+        tokens, attention_mask=torch.ones_like(tokens), assistant_model=drafter, max_new_tokens=12, do_sample=False
+    )
+    assert output.shape == (1, 22) and kinds(target) == kinds(drafter) == {nn.Linear}
+
+
 @pytest.mark.parametrize("has_bfloat16_products", [True, False])
 def test_only_plain_layers_on_the_cpu(has_bfloat16_products, monkeypatch):
     """In bfloat16 they are those that compiled code speeds up."""
     monkeypatch.setattr(module, "has_bfloat16_products", lambda: has_bfloat16_products)
+    monkeypatch.setitem(module._ROWS, torch.bfloat16, range(0))
 
     class Doubling(nn.Linear):
         def forward(self, input):
@@ -114,7 +148,7 @@ def test_only_plain_layers_on_the_cpu(has_bfloat16_products, monkeypatch):
     layers["transposed"] = nn.Linear(16, 16)
     layers["transposed"].weight.data = layers["transposed"].weight.data.t()
     model = nn.ModuleDict(layers)
-    assert linears_of(model) == [layers["plain"], *([] if has_bfloat16_products else [layers["bf16"]])]
+    assert [*linears_of(model)] == [layers["plain"], *([] if has_bfloat16_products else [layers["bf16"]])]
     hf_falcon.pack_weights(layers["plain"].eval())
     assert layers["plain"] not in linears_of(model)
 

@@ -8,6 +8,6 @@ On request: `packing.py` and `packed_layouts.py` (`pack_weights`: weights in an 
 forwards and the drafter's passes by `torch.compile`), with `lent_weights.py`, `compact_weights.py` (weights in fewer
 bytes) and `joined_weights.py` (packed weights side by side) for compiled code.
 
-By itself, during rounds: `skinny_gemm.py` (products of a few rows, with MKL) and `grouped_attention.py`
+By itself, during rounds: `skinny_gemm.py` (products of a few rows) and `grouped_attention.py`
 (attention without copies of keys and values, for targets with grouped-query attention).
 """

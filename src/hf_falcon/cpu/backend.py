@@ -15,7 +15,7 @@ from .compiled_code import captures_graphs
 from .compiled_rounds import CompiledRounds, compiled_passes_of, compiled_rounds_of
 from .grouped_attention import grouped_attention
 from .packing import is_packed
-from .skinny_gemm import linears_of, skinny_gemm
+from .skinny_gemm import SkinnyLinears, linears_of, skinny_gemm
 
 
 class CpuTarget(TargetAcceleration):
@@ -82,7 +82,7 @@ class CpuDrafter(DrafterAcceleration):
         self._passes = compiled_passes_of(drafter, target)
         self.head = None if self._passes is None else self._passes.head
         self._linears = linears_of(drafter)
-        self._head_linears: tuple[nn.Linear, list[nn.Linear]] | None = None
+        self._head_linears: tuple[nn.Linear, SkinnyLinears] | None = None
 
     @contextmanager
     def drafting(self, head: DraftHead) -> Iterator[None]:

@@ -1,16 +1,17 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-Products of a few rows (the nodes of a tree, or the rows of a draft pass) with float32 weights, block by block. For a
-product of several rows MKL would first copy a whole weight. Packed weights are faster still, but need a call of
-`pack_weights`.
+Products of a few rows (the nodes of a tree, or the rows of a draft pass) with weights as they are. For a product of
+several rows MKL, in float32, and oneDNN, in bfloat16, would first copy a whole weight. Packed weights are faster
+still, but need a call of `pack_weights`.
 """
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
@@ -20,10 +21,17 @@ from .compact_weights import LentWeight
 from .packed_layouts import has_bfloat16_products, product_of_blocks
 
 _CAPABILITY = torch.backends.cpu.get_cpu_capability()
-# The numbers of rows for which this is faster, and the outputs of a block: the first width that divides a layer's
-# outputs. With AVX-512, on a Xeon, 3 and 16 rows are slower, and both widths equally fast. With AVX2, on an EPYC, one
-# row takes 0.6 of the time, 8 rows 0.7 and 24 rows 0.8.
-_LEAST, _MOST, _WIDTHS = (4, 12, (32, 16)) if _CAPABILITY == "AVX512" else (1, 24, (16,))
+# The numbers of rows for which this is faster. In float32, with AVX-512, on a Xeon, 3 and 16 rows are slower; with
+# AVX2, on an EPYC, one row takes 0.6 of the time, 8 rows 0.7 and 24 rows 0.8. In bfloat16, with AMX, on a Xeon, 4
+# and 16 rows take 0.7 to 0.9 of the time, 32 as long as before; other processors were not measured.
+_ROWS = {
+    torch.float32: range(4, 13) if _CAPABILITY == "AVX512" else range(1, 25),
+    torch.bfloat16: range(2, 25) if torch.cpu._is_amx_tile_supported() else range(0),
+}
+# The outputs of a block in float32: the first width that divides a layer's outputs. On the Xeon both are equally fast.
+_WIDTHS = (32, 16) if _CAPABILITY == "AVX512" else (16,)
+# The layers inside a gated MLP, by transformers' names.
+_INNER = ("gate_proj", "up_proj")
 _lock = threading.Lock()
 _users: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
@@ -45,6 +53,7 @@ class SkinnyLinear(nn.Linear):
 
     # Set while compiled code runs.
     lent: LentWeight | None = None
+    has_contiguous_output = True
 
     def forward(self, input: Tensor) -> Tensor:
         if torch.compiler.is_compiling() and self.lent is not None and self.lent.suits(input):
@@ -52,12 +61,39 @@ class SkinnyLinear(nn.Linear):
         rows = input.numel() // self.in_features
         # Code is only compiled for rounds.
         in_a_round = torch.compiler.is_compiling() or _here.in_a_round
-        if not in_a_round or not _LEAST <= rows <= _MOST or input.dtype != torch.float32:
+        if not in_a_round or rows not in _ROWS.get(input.dtype, ()) or input.dtype != self.weight.dtype:
             return F.linear(input, self.weight, self.bias)
+        if input.dtype == torch.bfloat16:
+            output = product_with_rows(input, self.weight, self.bias)
+            return output.contiguous() if self.has_contiguous_output else output
         width = next(width for width in _WIDTHS if self.out_features % width == 0)
         blocks = self.weight.view(-1, width, self.in_features).transpose(1, 2)
         output = product_of_blocks(input, blocks)
         return output if self.bias is None else output + self.bias
+
+
+class InnerLinear(SkinnyLinear):
+    """
+    A linear layer inside a gated MLP. Its output may stay transposed in memory, because element-wise operations and a
+    product follow: a copy would take half of what swapped operands gain.
+    """
+
+    has_contiguous_output = False
+
+
+_SUITED = nn.Linear, SkinnyLinear, InnerLinear
+# Linear layers, and their classes in rounds.
+SkinnyLinears = dict[nn.Linear, type[SkinnyLinear]]
+
+
+def product_with_rows(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """
+    `torch.nn.functional.linear(input, weight, bias)` as the product of the weight with the rows: oneDNN copies the
+    second of two matrices, here the rows. The output is transposed in memory.
+    """
+    rows = input.reshape(-1, input.shape[-1]).t()
+    output = torch.mm(weight, rows) if bias is None else torch.addmm(bias[:, None], weight, rows)
+    return output.t().view(*input.shape[:-1], -1)
 
 
 def skinny_gemm_pays() -> bool:
@@ -65,25 +101,32 @@ def skinny_gemm_pays() -> bool:
     return torch.backends.mkl.is_available() and _CAPABILITY in ("AVX2", "AVX512")
 
 
-def linears_of(model: nn.Module) -> list[nn.Linear]:
-    """The linear layers of a model that [`skinny_gemm`] speeds up."""
+def linears_of(model: nn.Module) -> SkinnyLinears:
+    """The linear layers of a model that [`skinny_gemm`] speeds up, and their classes in rounds."""
+    found: SkinnyLinears = {}
     if not skinny_gemm_pays():
-        return []
-    return [module for module in model.modules() if isinstance(module, nn.Linear) and _is_suited(module)]
+        return found
+    for module in model.modules():
+        if _is_suited(module):
+            found.setdefault(module, SkinnyLinear)
+        inner = [child for name in _INNER if _is_suited(child := getattr(module, name, None))]
+        if len(inner) == len(_INNER):
+            found.update(dict.fromkeys(inner, InnerLinear))
+    return found
 
 
 @contextmanager
-def skinny_gemm(model: nn.Module, linears: list[nn.Linear], rows: int | None = None) -> Iterator[None]:
+def skinny_gemm(model: nn.Module, linears: SkinnyLinears, rows: int | None = None) -> Iterator[None]:
     """
     Inside, forwards of a few rows are faster in this thread. Their values differ by rounding.
 
     Args:
         model (`torch.nn.Module`): a target, a drafter, or a head of its own.
-        linears (`list[torch.nn.Linear]`): the layers that [`linears_of`] found in the model.
+        linears (`dict`): what [`linears_of`] found in the model.
         rows (`int`, *optional*): the number of rows of all forwards inside, if it is known. No layer is changed if
             that number is not faster this way.
     """
-    is_for_none = rows is not None and not _LEAST <= rows <= _MOST
+    is_for_none = rows is not None and linears and rows not in _ROWS[next(iter(linears)).weight.dtype]
     if not linears or is_for_none or torch.is_autocast_enabled("cpu"):
         yield
         return
@@ -97,37 +140,41 @@ def skinny_gemm(model: nn.Module, linears: list[nn.Linear], rows: int | None = N
         _leave(model, linears)
 
 
-def _enter(model: nn.Module, linears: list[nn.Linear]) -> None:
+def _enter(model: nn.Module, linears: SkinnyLinears) -> None:
     with _lock:
         _users[model] = _users.get(model, 0) + 1
         if _users[model] == 1:
-            _change_class(linears, SkinnyLinear)
+            _change_classes(linears)
 
 
-def _leave(model: nn.Module, linears: list[nn.Linear]) -> None:
+def _leave(model: nn.Module, linears: Iterable[nn.Linear]) -> None:
     with _lock:
         _users[model] -= 1
         if _users[model] == 0:
             del _users[model]
-            _change_class(linears, nn.Linear)
+            _change_classes(dict.fromkeys(linears, nn.Linear))
 
 
-def _change_class(linears: list[nn.Linear], to: type[nn.Linear]) -> None:
-    for linear in linears:
+def _change_classes(classes: Mapping[nn.Linear, type[nn.Linear]]) -> None:
+    for linear, to in classes.items():
         # A module's own assignment searches its parameters first: a millisecond for 200 layers.
         object.__setattr__(linear, "__class__", to)
 
 
-def _is_suited(linear: nn.Linear) -> bool:
+def _pays_in_bfloat16() -> bool:
+    return bool(_ROWS[torch.bfloat16]) or not has_bfloat16_products()
+
+
+def _is_suited(linear: nn.Module | None) -> TypeGuard[nn.Linear]:
     # A subclass, or a layer with a forward of its own, may compute something else.
-    if type(linear) not in (nn.Linear, SkinnyLinear) or "forward" in vars(linear):
+    if not isinstance(linear, nn.Linear) or type(linear) not in _SUITED or "forward" in vars(linear):
         return False
     weight = linear._parameters.get("weight")
     return (
         type(weight) is nn.Parameter
         and weight.device.type == "cpu"
-        # In bfloat16 compiled code alone is faster.
-        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and not has_bfloat16_products()))
+        # In bfloat16 without products for it, compiled code alone is faster.
+        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _pays_in_bfloat16()))
         and weight.is_contiguous()
         and weight.shape[0] % _WIDTHS[-1] == 0
     )
