@@ -15,7 +15,7 @@ matplotlib.use("svg")
 import matplotlib.pyplot as plt
 
 DOCS = Path(__file__).parent
-# Row of a table, label of its bars, their colour. The rows are from two tables: their columns are the same.
+# Row of a table, label of its bars, their colour.
 METHODS = [
     ("bfloat16: prompt lookup, 8 tokens (transformers)", "prompt lookup (transformers)", "#b0b7c3"),
     ("bfloat16: falcon", "hf_falcon", "#5b8def"),
@@ -51,7 +51,7 @@ def main() -> None:
     axes.text(
         0.5,
         -0.2,
-        "SmolLM2-135M-Instruct, bfloat16, two CPU cores, 64 new tokens; 80 prompts a file, packed and compiled: 24",
+        "SmolLM2-135M-Instruct, bfloat16, two CPU cores, 64 new tokens; 30 prompts a file",
         transform=axes.transAxes,
         ha="center",
         fontsize=8,
