@@ -14,7 +14,7 @@ import hf_falcon
 from hf_falcon.cpu import compiling, lent_weights, packed_layouts
 from hf_falcon.cpu import joined_weights as joining
 from hf_falcon.cpu.compiled_rounds import compiled_rounds_of
-from hf_falcon.cpu.joined_weights import OneProductEach, joined_weights
+from hf_falcon.cpu.joined_weights import joined_weights, one_product_each
 from hf_falcon.cpu.packed_layouts import OneDnnLayout, product_operator
 
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="packed weights need oneDNN")
@@ -80,10 +80,9 @@ def test_text_equals_plain(kept_if_slower):
 
 
 def test_compiled_code_reads_them(monkeypatch):
-    monkeypatch.setattr(
-        joining.JoinedWeight, "product", lambda self, input, bias: input.new_zeros(*input.shape[:-1], 8)
-    )
-    with pytest.raises(RuntimeError, match="could not compile rounds of 4 tokens"):
+    product = joining.JoinedWeight.product
+    monkeypatch.setattr(joining.JoinedWeight, "product", lambda *given: product(*given) * 1.5)
+    with pytest.raises(RuntimeError, match="rounds of 4 tokens give other values"):
         hf_falcon.compile_rounds(packed_target(), (4,), compiled_by(Backend()))
 
 
@@ -100,7 +99,7 @@ def test_equal_products_are_computed_once():
 
     traced = fx.symbolic_trace(Products())
     expected = traced(input, other, number)
-    OneProductEach()(traced.graph)
+    one_product_each()(traced.graph)
     traced.recompile()
     assert sum(node.target is operator for node in traced.graph.nodes) == 2
     for found, before in zip(traced(input, other, number), expected, strict=True):

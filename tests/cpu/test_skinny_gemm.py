@@ -116,14 +116,19 @@ def test_in_bfloat16_rows_and_weight_are_swapped(bias, swapped):
         assert [each.is_contiguous() for each in found] == [rows in (1, 25), rows in (1, 25), True]
 
 
-def test_text_in_bfloat16(swapped):
+def test_text_in_bfloat16(swapped, monkeypatch):
     """All shapes fit, in the target's rounds and in the drafter's passes."""
+    used, product = set(), module.product_with_rows
+    monkeypatch.setattr(
+        module, "product_with_rows", lambda input, *rest: used.add(input.shape[1]) or product(input, *rest)
+    )
     target = copy.deepcopy(tiny_target("llama")).bfloat16()
     drafter, tokens = copy.deepcopy(tiny_drafter(target)), prompt(10)
     output = target.generate(
         tokens, attention_mask=torch.ones_like(tokens), assistant_model=drafter, max_new_tokens=12, do_sample=False
     )
-    assert output.shape == (1, 22) and kinds(target) == kinds(drafter) == {nn.Linear}
+    assert output.shape == (1, 22) and used
+    assert kinds(target) == kinds(drafter) == {nn.Linear}
 
 
 @pytest.mark.parametrize("has_bfloat16_products", [True, False])

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import CompileConfig
 
-from .joined_weights import OneProductEach
+from .joined_weights import one_product_each
 
 
 class CompiledCode:
@@ -98,4 +98,4 @@ def _options() -> dict[str, Any]:
     # In earlier versions of torch the flag is a `bool`.
     is_named = isinstance(torch._inductor.config.get_config_copy()[flag], str)
     options: dict[str, Any] = {flag: "fast" if is_named else True, "max_fusion_size": 16}
-    return options | {"post_grad_custom_pre_pass": OneProductEach()}
+    return options | {"post_grad_custom_pre_pass": one_product_each()}

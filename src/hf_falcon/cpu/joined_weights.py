@@ -7,10 +7,10 @@ a few rows, a product of a small weight takes hardly longer than its call.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from .compact_weights import WeightMark
 from .packed_layouts import OneDnnLayout, product_operator
@@ -25,7 +25,7 @@ _MOST_VALUES = 1 << 22
 class JoinedWeight(WeightMark):
     """
     A layer's part of a joined weight. Each layer asks for the product with the whole joined weight, and takes its
-    part; [`OneProductEach`] removes the repetitions.
+    part; [`one_product_each`] removes the repetitions.
 
     Args:
         weight (`torch.Tensor` of shape `(out_features, in_features)`): the layer's weight.
@@ -69,18 +69,23 @@ def _can_be_joined(linears: list[PackedLinear]) -> bool:
     )
 
 
-class OneProductEach(CustomGraphPass):
-    """Lets compiled code compute each product of packed weights once, if a graph has it several times."""
+def one_product_each() -> Any:
+    """A pass for `torch.compile`: compiled code computes each product once that its graph has several times."""
+    # Loading torch's compiler takes long, and only `compile_rounds` needs it.
+    from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
-    def __call__(self, graph: fx.Graph) -> None:
-        found: dict[tuple[object, ...], fx.Node] = {}
-        for node in graph.nodes:
-            if node.target is product_operator():
-                first = found.setdefault(node.args, node)
-                if first is not node:
-                    node.replace_all_uses_with(first)
-                    graph.erase_node(node)
+    class OneProductEach(CustomGraphPass):
+        def __call__(self, graph: fx.Graph) -> None:
+            found: dict[tuple[object, ...], fx.Node] = {}
+            for node in graph.nodes:
+                if node.target is product_operator():
+                    first = found.setdefault(node.args, node)
+                    if first is not node:
+                        node.replace_all_uses_with(first)
+                        graph.erase_node(node)
 
-    def uuid(self) -> object:
-        """The key of this pass in `torch.compile`'s cache on disk."""
-        return get_hash_for_files((__file__,))
+        def uuid(self) -> object:
+            # The key of this pass in the compiler's cache on disk.
+            return get_hash_for_files((__file__,))
+
+    return OneProductEach()
