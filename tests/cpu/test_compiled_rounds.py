@@ -17,7 +17,7 @@ from transformers.utils import output_capturing
 
 import hf_falcon
 from hf_falcon.core.target_run import TargetRun
-from hf_falcon.cpu import compiling, packed_layouts
+from hf_falcon.cpu import compiled_rounds, compiling, packed_layouts
 from hf_falcon.cpu.compiled_rounds import compiled_rounds_of
 from hf_falcon.cpu.packing import is_packed
 
@@ -44,13 +44,16 @@ def target():
     return copy.deepcopy(tiny_target("llama"))
 
 
+@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by-layer"])
 @pytest.mark.parametrize("do_sample", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["greedy", "sampling"])
 @pytest.mark.parametrize("name", quick(("llama", "qwen2-mixed", "gpt2"), TARGETS))
-def test_text_equals_plain(name, do_sample, backend):
+def test_text_equals_plain(name, do_sample, by_layer, backend, monkeypatch):
+    if by_layer:
+        monkeypatch.setattr(compiled_rounds, "_SMALL", 0)
     target = copy.deepcopy(tiny_target(name))
     drafter = drafter_of(target)
-    # All layers of a kind share their code.
-    compiled = len(SIZES) * (2 if name in OF_TWO_KINDS else 1)
+    # Layers that are compiled by themselves share their code with others of their kind.
+    compiled = len(SIZES) * (2 if by_layer and name in OF_TWO_KINDS else 1)
     with hf_falcon.compiled_rounds(target, SIZES, compiled_by(backend)) as sizes:
         assert tuple(sizes) == SIZES and backend.compiled == compiled
         for length in (1, 9, 30):

@@ -73,14 +73,17 @@ def kept_if_slower(monkeypatch):
         monkeypatch.setattr(compiling, name, lambda *arguments, run=original: [run(*arguments)] != [])
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "static", "captured"])
-def test_nothing_is_compiled_in_many_rounds_of_changing_lengths(kind, request):
+@pytest.mark.parametrize("kind", ["dynamic", "by-layer", "static", "captured"])
+def test_nothing_is_compiled_in_many_rounds_of_changing_lengths(kind, request, monkeypatch):
     """The forwards of all rounds run compiled, by the code of before: no break of the graph, no other version."""
-    # Each of the two layers runs by itself, except in captured graphs.
-    backend, runs = Backend(), 2
+    backend, runs = Backend(), 1
+    if kind == "by-layer":
+        # Each of the two layers runs by itself.
+        monkeypatch.setattr(compiled_rounds, "_SMALL", 0)
+        runs = 2
     if kind == "captured":
         request.getfixturevalue("captures")
-        backend, runs = CapturingBackend(), 1
+        backend = CapturingBackend()
     target, settings = copy.deepcopy(tiny_target("llama")), {}
     drafter = drafter_of(target)
     if kind == "static":

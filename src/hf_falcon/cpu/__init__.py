@@ -6,7 +6,7 @@ core runs without it, and `backend.py` plugs it into `core/interfaces.py`.
 On request: `packing.py` and `packed_layouts.py` (`pack_weights`: weights in an order for products of a few rows);
 `compiling.py`, `compiled_rounds.py`, `compiled_passes.py` and `compiled_code.py` (`compile_rounds`: the target's
 forwards and the drafter's passes by `torch.compile`), with `lent_weights.py`, `compact_weights.py` (weights in fewer
-bytes) and `joined_weights.py` (packed weights side by side) for compiled code.
+bytes) and `joined_weights.py` (packed weights side by side) for compiled code; `huge_pages.py` (their memory).
 
 By itself, during rounds: `skinny_gemm.py` (products of a few rows) and `grouped_attention.py`
 (attention without copies of keys and values, for targets with grouped-query attention).

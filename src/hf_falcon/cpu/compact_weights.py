@@ -52,6 +52,8 @@ class LentWeight(Protocol):
     """What compiled code multiplies with in place of a linear layer's weight."""
 
     dtype: torch.dtype
+    # Addresses of the values, and their sizes in bytes.
+    memory: list[tuple[int, int]]
 
     def suits(self, input: Tensor) -> bool:
         """Whether a product with `input` of shape `(..., in_features)` is faster than torch's own."""
@@ -105,6 +107,7 @@ class CompactWeight(WeightMark):
         self._in_pairs = _IN_PAIRS and codes.dtype == torch.bfloat16
         self._codes = _paired(_in_lanes(codes)) if self._in_pairs else _in_lanes(codes)
         self._grid = None if grid is None else (_in_lanes(grid[0]), _in_lanes(grid[1]))
+        self.memory = [(each.data_ptr(), each.nbytes) for each in (self._codes, *(self._grid or ()))]
 
     def suits(self, input: Tensor) -> bool:
         """See [`LentWeight.suits`]."""

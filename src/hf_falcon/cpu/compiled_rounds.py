@@ -27,6 +27,10 @@ from .compiled_passes import CompiledPasses
 from .grouped_attention import form_ahead
 from .lent_weights import LentWeights
 
+# The largest number of parameters of decoder layers that are compiled together. A forward of a larger decoder takes so
+# long that the calls of its layers hardly matter, and compiling them together takes several times as long.
+_SMALL = 1 << 30
+
 
 class TreeRows(DynamicLayer):
     """
@@ -97,9 +101,10 @@ class CompiledRounds:
     A target's decoder and LM head, compiled for trees of a few sizes. The compiled code runs in rounds only, in any
     thread; all other forwards of the target run as before.
 
-    On a CPU each decoder layer is compiled by itself. Layers of one kind share their code, so compiling takes a tenth
-    of the time that it takes for a whole decoder of 30 layers. Captured graphs are of the whole decoder, and so is the
-    code of a decoder whose layers are not in one list.
+    A small decoder is compiled as a whole, and so are captured graphs. On a CPU each layer of a larger decoder is
+    compiled by itself. Layers of one kind then share their code, so compiling takes a fraction of the time, but each
+    call of a layer takes a quarter of a millisecond more. A decoder whose layers are not in one list is compiled as a
+    whole, too.
 
     Args:
         target ([`PreTrainedModel`]): the target.
@@ -114,7 +119,8 @@ class CompiledRounds:
         self._decoder = decoder = decoder_of(target)
         self._plain = decoder.forward
         self._head = target.get_output_embeddings()
-        self._layers = [] if captures_graphs(target.device) else decoder_layers(target)
+        layers = decoder_layers(target)
+        self._layers = [] if captures_graphs(target.device) or _are_small(layers) else layers
         # The forwards of modules in rounds.
         self._forwards: dict[nn.Module, Callable[..., Any]] = {decoder: self._forward}
         self._forwards |= {layer: partial(self._layer_forward, layer, i) for i, layer in enumerate(self._layers)}
@@ -178,7 +184,7 @@ class CompiledRounds:
         limit = max(len(self._layers), torch._dynamo.config.recompile_limit)
         with (
             torch._dynamo.config.patch(recompile_limit=limit),
-            _without_hooks(self._layers),
+            _without_hooks(self._decoder),
             self._compiled[size].compiling(),
             self._compiled_heads[size].compiling(),
         ):
@@ -274,14 +280,18 @@ class CompiledRounds:
         )
 
 
+def _are_small(layers: Iterable[nn.Module]) -> bool:
+    return sum(parameter.numel() for layer in layers for parameter in layer.parameters()) <= _SMALL
+
+
 def _plain_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return type(layer).forward(layer, *args, **kwargs)
 
 
 @contextmanager
-def _without_hooks(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, no module of the layers has hooks: `torch.compile` cannot read transformers' own; see [`_acts`]."""
-    hooks = [module._forward_hooks for layer in layers for module in layer.modules()]
+def _without_hooks(decoder: nn.Module) -> Iterator[None]:
+    """Inside, no module of the decoder has hooks: `torch.compile` cannot read transformers' own; see [`_acts`]."""
+    hooks = [module._forward_hooks for module in decoder.modules()]
     kept = [each.copy() for each in hooks]
     for each in hooks:
         each.clear()

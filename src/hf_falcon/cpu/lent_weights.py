@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .compact_weights import LentWeight, compact
+from .huge_pages import move_to_huge_pages
 from .joined_weights import joined_weights
 from .packing import PackedLinear
 from .skinny_gemm import linears_of, skinny_gemm_pays
@@ -47,6 +48,7 @@ class LentWeights:
             if found.get(linear) is None:
                 found[linear] = joined
         self._weights = {linear: weight for linear, weight in found.items() if weight is not None}
+        move_to_huge_pages(buffer for weight in self._weights.values() for buffer in weight.memory)
         before, self._dtypes = self._dtypes, [None if weight is None else weight.dtype for weight in found.values()]
         return self._dtypes != before
 

@@ -43,7 +43,7 @@ class OneDnnLayout:
 
     def __init__(self, weight: Tensor):
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), _ROWS)
-        self._out_features = weight.shape[0]
+        self._out_features, self._size = weight.shape[0], weight.nbytes
         number: int = _numbers.setdefault(weight, next(_next_number))
         _layouts[number] = self
         # A tensor, because code is compiled anew for another number, but not for a tensor of another value.
@@ -60,6 +60,11 @@ class OneDnnLayout:
     def to_dense(self) -> Tensor:
         """The weight, to the bit."""
         return self._weight.to_dense()
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """The address of the values, and their size in bytes."""
+        return torch.ops.mkldnn.data_ptr(self._weight), self._size
 
 
 class BlockLayout:
@@ -87,6 +92,11 @@ class BlockLayout:
     def to_dense(self) -> Tensor:
         """The weight, to the bit."""
         return self._blocks.transpose(1, 2).flatten(0, 1)[: self._out_features].contiguous()
+
+    @property
+    def memory(self) -> tuple[int, int]:
+        """See [`OneDnnLayout.memory`]."""
+        return self._blocks.data_ptr(), self._blocks.nbytes
 
 
 def _product(input: Tensor, bias: Tensor | None, number: Tensor, out_features: int) -> Tensor:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .compact_weights import LentWeight
+from .huge_pages import move_to_huge_pages
 from .packed_layouts import BlockLayout, OneDnnLayout, PackedWeight, has_bfloat16_products, layout_of
 
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -128,6 +129,7 @@ def pack_weights(model: nn.Module) -> None:
     owners = Counter(_address(each) for module in model.modules() for each in module._parameters.values())
     for linear in linears:
         PackedLinear.pack(linear, keep_dense=owners[_address(linear.weight)] > 1)
+    move_to_huge_pages(module.packed.memory for module in model.modules() if isinstance(module, PackedLinear))
 
 
 def unpack_weights(model: nn.Module) -> None:
