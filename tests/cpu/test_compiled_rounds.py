@@ -44,16 +44,16 @@ def target():
     return copy.deepcopy(tiny_target("llama"))
 
 
-@pytest.mark.parametrize("by_layer", [False, True], ids=["whole", "by-layer"])
+@pytest.mark.parametrize("whole", [False, True], ids=["", "whole"])
 @pytest.mark.parametrize("do_sample", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["greedy", "sampling"])
 @pytest.mark.parametrize("name", quick(("llama", "qwen2-mixed", "gpt2"), TARGETS))
-def test_text_equals_plain(name, do_sample, by_layer, backend, monkeypatch):
-    if by_layer:
-        monkeypatch.setattr(compiled_rounds, "_SMALL", 0)
+def test_text_equals_plain(name, do_sample, whole, backend, monkeypatch):
+    if whole:
+        monkeypatch.setattr(compiled_rounds, "_pays_as_a_whole", lambda *arguments: True)
     target = copy.deepcopy(tiny_target(name))
     drafter = drafter_of(target)
-    # Layers that are compiled by themselves share their code with others of their kind.
-    compiled = len(SIZES) * (2 if by_layer and name in OF_TWO_KINDS else 1)
+    # All layers of a kind share their code.
+    compiled = len(SIZES) * (2 if name in OF_TWO_KINDS and not whole else 1)
     with hf_falcon.compiled_rounds(target, SIZES, compiled_by(backend)) as sizes:
         assert tuple(sizes) == SIZES and backend.compiled == compiled
         for length in (1, 9, 30):
@@ -63,6 +63,19 @@ def test_text_equals_plain(name, do_sample, by_layer, backend, monkeypatch):
             assert backend.ran > before
     # Whatever the lengths were.
     assert backend.compiled == compiled and set(backend.rows) == set(SIZES)
+
+
+@pytest.mark.parametrize("case", ["small", "large", "float32", "no products in bfloat16"])
+def test_small_decoders_in_bfloat16_are_compiled_as_a_whole(case, backend, monkeypatch):
+    target = copy.deepcopy(tiny_target("qwen2-mixed"))
+    if case == "large":
+        monkeypatch.setattr(compiled_rounds, "_SMALL", 10_000)
+    has_products = case != "no products in bfloat16"
+    monkeypatch.setattr(compiled_rounds, "has_bfloat16_products", lambda: has_products)
+    target.to(torch.float32 if case == "float32" else torch.bfloat16)
+    hf_falcon.compile_rounds(target, (4,), compiled_by(backend))
+    # By themselves, its layers are of two kinds.
+    assert backend.compiled == (1 if case == "small" else 2)
 
 
 def test_trees_are_filled_up_and_larger_ones_run_as_they_are(target, backend):

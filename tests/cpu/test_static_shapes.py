@@ -73,17 +73,17 @@ def kept_if_slower(monkeypatch):
         monkeypatch.setattr(compiling, name, lambda *arguments, run=original: [run(*arguments)] != [])
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "by-layer", "static", "captured"])
+@pytest.mark.parametrize("kind", ["dynamic", "whole", "static", "captured"])
 def test_nothing_is_compiled_in_many_rounds_of_changing_lengths(kind, request, monkeypatch):
     """The forwards of all rounds run compiled, by the code of before: no break of the graph, no other version."""
-    backend, runs = Backend(), 1
-    if kind == "by-layer":
-        # Each of the two layers runs by itself.
-        monkeypatch.setattr(compiled_rounds, "_SMALL", 0)
-        runs = 2
+    # Each of the two layers runs by itself, except as a part of the whole decoder.
+    backend, runs = Backend(), 2
+    if kind == "whole":
+        monkeypatch.setattr(compiled_rounds, "_pays_as_a_whole", lambda *arguments: True)
+        runs = 1
     if kind == "captured":
         request.getfixturevalue("captures")
-        backend = CapturingBackend()
+        backend, runs = CapturingBackend(), 1
     target, settings = copy.deepcopy(tiny_target("llama")), {}
     drafter = drafter_of(target)
     if kind == "static":

@@ -26,9 +26,10 @@ from .compiled_code import CompiledCode, captures_graphs, mark_rows, write_rows
 from .compiled_passes import CompiledPasses
 from .grouped_attention import form_ahead
 from .lent_weights import LentWeights
+from .packed_layouts import has_bfloat16_products
 
 # The largest number of parameters of decoder layers that are compiled together. A forward of a larger decoder takes so
-# long that the calls of its layers hardly matter, and compiling them together takes several times as long.
+# long that the calls of its layers hardly matter.
 _SMALL = 1 << 30
 
 
@@ -101,10 +102,10 @@ class CompiledRounds:
     A target's decoder and LM head, compiled for trees of a few sizes. The compiled code runs in rounds only, in any
     thread; all other forwards of the target run as before.
 
-    A small decoder is compiled as a whole, and so are captured graphs. On a CPU each layer of a larger decoder is
-    compiled by itself. Layers of one kind then share their code, so compiling takes a fraction of the time, but each
-    call of a layer takes a quarter of a millisecond more. A decoder whose layers are not in one list is compiled as a
-    whole, too.
+    On a CPU each decoder layer is compiled by itself. Layers of one kind share their code, so compiling takes a
+    fraction of the time that it takes for a whole decoder. But each call of a layer takes a quarter of a millisecond,
+    so a small decoder in bfloat16 is compiled as a whole. Captured graphs are of the whole decoder, and so is the code
+    of a decoder whose layers are not in one list.
 
     Args:
         target ([`PreTrainedModel`]): the target.
@@ -120,7 +121,7 @@ class CompiledRounds:
         self._plain = decoder.forward
         self._head = target.get_output_embeddings()
         layers = decoder_layers(target)
-        self._layers = [] if captures_graphs(target.device) or _are_small(layers) else layers
+        self._layers = [] if captures_graphs(target.device) or _pays_as_a_whole(target, layers) else layers
         # The forwards of modules in rounds.
         self._forwards: dict[nn.Module, Callable[..., Any]] = {decoder: self._forward}
         self._forwards |= {layer: partial(self._layer_forward, layer, i) for i, layer in enumerate(self._layers)}
@@ -280,7 +281,10 @@ class CompiledRounds:
         )
 
 
-def _are_small(layers: Iterable[nn.Module]) -> bool:
+def _pays_as_a_whole(target: PreTrainedModel, layers: Iterable[nn.Module]) -> bool:
+    # Loops over compact weights, which the other dtypes have, would be generated for each layer anew, for minutes.
+    if target.dtype != torch.bfloat16 or not has_bfloat16_products():
+        return False
     return sum(parameter.numel() for layer in layers for parameter in layer.parameters()) <= _SMALL
 
 
