@@ -79,6 +79,8 @@ def test_interpolates():
     assert found.target(10) == pytest.approx([1, 1.125, 1.25, 1.375, 1.5, 1.875, 2.25, 2.625, 3.0, 3.375, 3.75])
     assert Costs({0: 2.0}).target(2) == [1.0, 1.0, 1.0]
     assert Costs({0: 2.0, 1: 1.0, 2: 3.0}).target(2) == [1.0, 1.0, 1.5]
+    # The machine was busy while the trees of 2 and of 4 nodes were timed.
+    assert Costs({0: 1.0, 2: 4.0, 4: 3.0, 6: 2.0, 8: 2.5}).target(8) == [1.0, 1.5, *[2.0] * 5, 2.25, 2.5]
 
 
 def test_filled_trees_cost_what_the_full_one_does():

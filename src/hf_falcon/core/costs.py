@@ -109,8 +109,9 @@ class Costs:
     def target(self, max_nodes: int) -> list[float]:
         """The target's time for the root and 0, 1, ..., `max_nodes` draft nodes."""
         sizes = sorted(self.seconds)
-        # More tokens never take less time; where they seem to, the machine was busy with something else.
-        known = [max(1.0, self.seconds[size] / self.seconds[0]) for size in sizes]
+        # More tokens never take less time; where they seem to, the machine was busy with something else meanwhile.
+        least = list(itertools.accumulate((self.seconds[size] for size in reversed(sizes)), min))[::-1]
+        known = [max(1.0, each / self.seconds[0]) for each in least]
         return [_interpolate(nodes, sizes, known) for nodes in range(max_nodes + 1)]
 
     def of_fewer_rows(self, rows: int, fewer: int) -> Costs:
