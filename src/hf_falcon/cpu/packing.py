@@ -110,10 +110,10 @@ def pack_weights(model: nn.Module) -> None:
 
     The model takes as much memory as before, because the packed weights replace the ordinary ones. Only a weight that
     other modules share, such as an embedding tied to the LM head, is kept in both forms. Weights that are mapped from
-    a checkpoint's file leave memory when the system needs it. On Linux 6.1 or later packed weights move to huge pages,
-    and values that lie between them move along. `state_dict`, `save_pretrained` and copies have ordinary
-    weights; `.to()` and `load_state_dict` unpack the layers that they change. In bfloat16 the outputs stay the same to
-    the bit; in float32 they differ by rounding.
+    a checkpoint's file leave memory when the system needs it. On Linux 6.1 or later packed weights move to huge pages;
+    the rest of a page that weights do not fill then counts as used memory. `state_dict`, `save_pretrained` and copies
+    have ordinary weights; `.to()` and `load_state_dict` unpack the layers that they change. In bfloat16 the outputs
+    stay the same to the bit; in float32 they differ by rounding.
 
     Do not train the model or change its weights while they are packed. No other thread may run the model during the
     packing or unpacking itself. Threads may share a packed model.
