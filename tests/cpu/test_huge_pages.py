@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import tiny_target
+from tiny_models import prompt, tiny_drafter, tiny_target
+from torch import nn
 from transformers import CompileConfig
 
 import hf_falcon
 from hf_falcon.cpu import huge_pages, lent_weights, packing
 from hf_falcon.cpu.compiled_rounds import CompiledRounds
-from hf_falcon.cpu.huge_pages import move_to_huge_pages
+from hf_falcon.cpu.huge_pages import keep_in_huge_pages, move_to_huge_pages
 from hf_falcon.cpu.packing import PackedLinear
 
 SIZE = 1 << 21
@@ -91,3 +92,59 @@ def test_packed_weights_and_those_of_compiled_code_are_moved(dtype, monkeypatch)
     lent = rounds._weights._weights.values()
     # Joined or compact weights, where this processor has a use for them.
     assert moved == [buffer for weight in lent for buffer in weight.memory]
+
+
+@pytest.fixture
+def moved(monkeypatch) -> list[tuple[int, int]]:
+    """The memory that is moved."""
+    found = []
+    monkeypatch.setattr(huge_pages, "move_to_huge_pages", lambda buffers: found.extend(buffers))
+    return found
+
+
+def test_the_matrices_of_a_drafter_are_copied_and_moved_once(settings, moved):
+    model = nn.Sequential(nn.Linear(40, 48), nn.LayerNorm(48), nn.Linear(48, 16))
+    matrices, vectors = [model[0].weight, model[2].weight], [model[0].bias, model[1].weight]
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    before = [each.data_ptr() for each in (*matrices, *vectors)]
+    with torch.inference_mode():
+        keep_in_huge_pages(model)
+        keep_in_huge_pages(model)
+    assert moved == [(each.data_ptr(), each.nbytes) for each in matrices]
+    stayed = [each.data_ptr() == address for each, address in zip((*matrices, *vectors), before)]
+    assert stayed == [False, False, True, True]
+    assert all(torch.equal(value, kept[name]) for name, value in model.state_dict().items())
+    # The weights are the same parameters, and can be trained.
+    assert model[0].weight is matrices[0]
+    model(torch.randn(2, 40)).sum().backward()
+    assert model[0].weight.grad is not None
+    # New weights are moved again.
+    model.double()
+    keep_in_huge_pages(model)
+    assert len(moved) == 4
+
+
+@pytest.mark.parametrize("case", ["shared", "large", "meta", "no huge pages"])
+def test_weights_that_stay_where_they_are(case, settings, moved, monkeypatch):
+    model = nn.Linear(40, 48, device="meta" if case == "meta" else None)
+    if case == "shared":
+        model.share_memory()
+    elif case == "large":
+        monkeypatch.setattr(huge_pages, "_LARGEST_COPY", 40 * 48)
+    elif case == "no huge pages":
+        (settings / "hpage_pmd_size").unlink()
+    address = model.weight.data_ptr()
+    keep_in_huge_pages(model)
+    assert model.weight.data_ptr() == address and not moved
+
+
+def test_generation_moves_the_drafter(settings, moved):
+    target = tiny_target("llama")
+    drafter, tokens = copy.deepcopy(tiny_drafter(target)), prompt(10)
+    options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 12, "do_sample": False}
+    expected = target.generate(tokens, **options)
+    for _ in range(2):
+        output = target.generate(tokens, assistant_model=drafter, **options)
+        assert output.tolist() == expected.tolist()
+    matrices = [weight for weight in drafter.parameters() if weight.dim() > 1]
+    assert moved == [(weight.data_ptr(), weight.nbytes) for weight in matrices]

@@ -14,6 +14,7 @@ from ..core.interfaces import Drafter, DrafterAcceleration, DraftHead, TargetAcc
 from .compiled_code import captures_graphs
 from .compiled_rounds import CompiledRounds, compiled_passes_of, compiled_rounds_of
 from .grouped_attention import grouped_attention
+from .huge_pages import keep_in_huge_pages
 from .packing import is_packed
 from .skinny_gemm import SkinnyLinears, linears_of, skinny_gemm
 
@@ -79,6 +80,7 @@ class CpuDrafter(DrafterAcceleration):
 
     def __init__(self, drafter: nn.Module, target: PreTrainedModel):
         super().__init__(drafter)
+        keep_in_huge_pages(drafter)
         self._passes = compiled_passes_of(drafter, target)
         self.head = None if self._passes is None else self._passes.head
         self._linears = linears_of(drafter)

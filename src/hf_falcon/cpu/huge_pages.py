@@ -8,12 +8,22 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
+
+import torch
+from torch import Tensor, nn
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 # MADV_COLLAPSE of Linux 6.1 and later, which the module `mmap` does not have.
 _COLLAPSE = 25
+# Bytes of a model that is copied to be moved, at most.
+_LARGEST_COPY = 2**28
+# The address of the first weight of each model that was moved, at that time.
+_moved: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 
 
 def move_to_huge_pages(buffers: Iterable[tuple[int, int]]) -> int:
@@ -35,6 +45,39 @@ def move_to_huge_pages(buffers: Iterable[tuple[int, int]]) -> int:
     advise = ctypes.CDLL(None).madvise
     advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     return size * sum(advise(page * size, size, _COLLAPSE) == 0 for page in pages)
+
+
+def keep_in_huge_pages(model: nn.Module) -> None:
+    """
+    Moves the weights of a small model to huge pages, unless they are there. They are copied first, because the pages
+    of a checkpoint's file, which they may be mapped from, cannot be moved: values stay the same, addresses do not.
+    Weights that are not on the CPU, and those that processes share, stay where they are.
+
+    Args:
+        model (`torch.nn.Module`): a drafter. Above 256 MiB it stays as it is.
+    """
+    with _lock:
+        weights = [weight for weight in model.parameters() if _can_be_copied(weight)]
+        if not weights or _moved.get(model) == weights[0].data_ptr() or _huge_page() is None:
+            return
+        if sum(weight.nbytes for weight in weights) <= _LARGEST_COPY:
+            _copy(weights)
+            move_to_huge_pages((weight.data_ptr(), weight.nbytes) for weight in weights)
+        _moved[model] = weights[0].data_ptr()
+
+
+def _can_be_copied(weight: Tensor) -> bool:
+    # Vectors are small, and a packed weight is another type.
+    is_own = type(weight) is nn.Parameter and weight.dim() > 1 and weight.device.type == "cpu"
+    return is_own and not weight.is_shared() and not weight.is_inference()
+
+
+# A copy that is made in inference mode could never be trained.
+@torch.inference_mode(False)
+@torch.no_grad()
+def _copy(weights: Iterable[Tensor]) -> None:
+    for weight in weights:
+        weight.data = weight.data.clone()
 
 
 def _huge_page() -> int | None:

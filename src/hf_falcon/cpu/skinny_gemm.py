@@ -56,20 +56,25 @@ class SkinnyLinear(nn.Linear):
     has_contiguous_output = True
 
     def forward(self, input: Tensor) -> Tensor:
-        if torch.compiler.is_compiling() and self.lent is not None and self.lent.suits(input):
-            return self.lent.product(input, self.bias)
-        rows = input.numel() // self.in_features
         # Code is only compiled for rounds.
-        in_a_round = torch.compiler.is_compiling() or _here.in_a_round
-        if not in_a_round or rows not in _ROWS.get(input.dtype, ()) or input.dtype != self.weight.dtype:
+        if torch.compiler.is_compiling():
+            if self.lent is not None and self.lent.suits(input):
+                return self.lent.product(input, self.bias)
+        elif not _here.in_a_round:
             return F.linear(input, self.weight, self.bias)
-        if input.dtype == torch.bfloat16:
-            output = product_with_rows(input, self.weight, self.bias)
+        # A round has hundreds of products. A search for an attribute takes as long as a few operations of one.
+        parameters, dtype = self._parameters, input.dtype
+        weight, bias = parameters["weight"], parameters["bias"]
+        assert weight is not None
+        if input.numel() // self.in_features not in _ROWS.get(dtype, ()) or dtype != weight.dtype:
+            return F.linear(input, weight, bias)
+        if dtype == torch.bfloat16:
+            output = product_with_rows(input, weight, bias)
             return output.contiguous() if self.has_contiguous_output else output
         width = next(width for width in _WIDTHS if self.out_features % width == 0)
-        blocks = self.weight.view(-1, width, self.in_features).transpose(1, 2)
+        blocks = weight.view(-1, width, self.in_features).transpose(1, 2)
         output = product_of_blocks(input, blocks)
-        return output if self.bias is None else output + self.bias
+        return output if bias is None else output + bias
 
 
 class InnerLinear(SkinnyLinear):
