@@ -13,6 +13,7 @@ import itertools
 import json
 import math
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -183,28 +184,26 @@ def measure(
         tokens (`float`, *optional*): no further forward begins after the time of so many plain steps, either.
 
     Returns:
-        `dict[int, float]`: the shortest time of each, in seconds: other load of the machine only adds to it.
+        `dict[int, float]`: the median of each, in seconds; of two times the shorter. The shortest of many would be from
+        a moment when nothing else ran, which some sizes meet and others do not.
     """
     # The first sizes are those that decide most: where a forward takes long, there is time for no more. After that
     # each size gets the same time, so that small trees, which choices are mostly between, are timed most often.
     sizes = list(dict.fromkeys((0, min(_FIRST_SIZE, max_nodes), max_nodes, *_SIZES)))
     sizes = [size for size in sizes if size <= max_nodes]
-    found: dict[int, float] = {}
-    spent, turns = dict.fromkeys(sizes, 0.0), dict.fromkeys(sizes, 0)
+    times: dict[int, list[float]] = {size: [] for size in sizes}
     start = time.perf_counter()
-    while left := [size for size in sizes if turns[size] < 1 + repeats]:
-        if len(found) > 1 and time.perf_counter() - start > min(seconds, tokens * found[0]):
+    while left := [size for size in sizes if len(times[size]) < 1 + repeats]:
+        is_late = time.perf_counter() - start > min(seconds, tokens * min(times[0], default=math.inf))
+        if is_late and all(times[size] for size in sizes[:2]):
             break
-        size = min(left, key=spent.__getitem__)
+        size = min(left, key=lambda size: sum(times[size]))
         begin = time.perf_counter()
         forward(size)
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        took = time.perf_counter() - begin
-        found[size] = min(found.get(size, math.inf), took)
-        spent[size] += took
-        turns[size] += 1
-    return dict(sorted(found.items()))
+        times[size].append(time.perf_counter() - begin)
+    return {size: statistics.median_low(found) for size, found in sorted(times.items()) if found}
 
 
 def in_steps(seconds: dict[int, float], sizes: Sequence[int]) -> dict[int, float]:

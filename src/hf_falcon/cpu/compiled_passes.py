@@ -18,6 +18,7 @@ from ..core.caches import DraftCache
 from ..core.modeling_falcon_draft import KeyValueCache, hide_end
 from .compact_weights import WeightMark
 from .compiled_code import CompiledCode, captures_graphs, mark_rows, write_rows
+from .huge_pages import keep_in_huge_pages
 from .lent_weights import LentWeights
 
 
@@ -83,6 +84,9 @@ class CompiledPasses:
     def take(self, drafter: Any, target: PreTrainedModel) -> CompiledHead:
         """Prepares the current weights of a drafter and of its head, which may be the target's."""
         self.head = head = CompiledHead(drafter, target, self)
+        if head.vocab_ids is not None:
+            # A copy of some of the target's rows, or the drafter's own.
+            keep_in_huge_pages(head.linear)
         if self._weights.take(drafter, head.linear):
             self.is_faster = None
         return head
