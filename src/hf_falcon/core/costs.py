@@ -184,8 +184,8 @@ def measure(
         tokens (`float`, *optional*): no further forward begins after the time of so many plain steps, either.
 
     Returns:
-        `dict[int, float]`: the median of each, in seconds; of two times the shorter. The shortest of many would be from
-        a moment when nothing else ran, which some sizes meet and others do not.
+        `dict[int, float]`: the median of each, in seconds; of two times the shorter. The shortest of many would be
+        from a moment when nothing else ran, which some sizes meet and others do not.
     """
     # The first sizes are those that decide most: where a forward takes long, there is time for no more. After that
     # each size gets the same time, so that small trees, which choices are mostly between, are timed most often.
