@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import prompt, tiny_drafter, tiny_target
+from tiny_models import new_drafter, prompt, tiny_drafter, tiny_target
 from torch import nn
 from transformers import CompileConfig
 
 import hf_falcon
-from hf_falcon.cpu import huge_pages, lent_weights, packing
+from hf_falcon.cpu import compiled_passes, huge_pages, lent_weights, packing
+from hf_falcon.cpu.compiled_passes import CompiledPasses
 from hf_falcon.cpu.compiled_rounds import CompiledRounds
 from hf_falcon.cpu.huge_pages import keep_in_huge_pages, move_to_huge_pages
 from hf_falcon.cpu.packing import PackedLinear
@@ -148,3 +149,12 @@ def test_generation_moves_the_drafter(settings, moved):
         assert output.tolist() == expected.tolist()
     matrices = [weight for weight in drafter.parameters() if weight.dim() > 1]
     assert moved == [(weight.data_ptr(), weight.nbytes) for weight in matrices]
+
+
+@pytest.mark.parametrize("draft_vocab_size", [None, 20])
+def test_the_head_of_compiled_passes_is_moved_if_it_is_no_part_of_the_target(draft_vocab_size, monkeypatch):
+    found = []
+    monkeypatch.setattr(compiled_passes, "keep_in_huge_pages", found.append)
+    target = tiny_target("llama")
+    head = CompiledPasses(4, CompileConfig()).take(new_drafter(target, draft_vocab_size=draft_vocab_size), target)
+    assert found == ([] if draft_vocab_size is None else [head.linear])

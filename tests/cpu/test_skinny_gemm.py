@@ -150,6 +150,10 @@ def test_only_plain_layers_on_the_cpu(has_bfloat16_products, monkeypatch):
         "meta": nn.Linear(8, 16, device="meta"),
     }
     layers["own"].forward = lambda input: input
+    layers["biased"] = nn.Linear(8, 16)
+    bias = layers["biased"].bias.data
+    del layers["biased"].bias
+    layers["biased"].bias = bias
     layers["transposed"] = nn.Linear(16, 16)
     layers["transposed"].weight.data = layers["transposed"].weight.data.t()
     model = nn.ModuleDict(layers)

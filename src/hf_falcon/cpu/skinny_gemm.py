@@ -62,7 +62,7 @@ class SkinnyLinear(nn.Linear):
                 return self.lent.product(input, self.bias)
         elif not _here.in_a_round:
             return F.linear(input, self.weight, self.bias)
-        # A round has hundreds of products. A search for an attribute takes as long as a few operations of one.
+        # As attributes they would be searched for, which adds up over the hundreds of products of a round.
         parameters, dtype = self._parameters, input.dtype
         weight, bias = parameters["weight"], parameters["bias"]
         assert weight is not None
@@ -177,6 +177,8 @@ def _is_suited(linear: nn.Module | None) -> TypeGuard[nn.Linear]:
     weight = linear._parameters.get("weight")
     return (
         type(weight) is nn.Parameter
+        # As a parameter, or `None`.
+        and "bias" in linear._parameters
         and weight.device.type == "cpu"
         # In bfloat16 without products for it, compiled code alone is faster.
         and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _pays_in_bfloat16()))
