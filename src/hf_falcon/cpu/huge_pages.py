@@ -51,7 +51,8 @@ def keep_in_huge_pages(model: nn.Module) -> None:
     """
     Moves the weights of a small model to huge pages, unless they are there. They are copied first, because the pages
     of a checkpoint's file, which they may be mapped from, cannot be moved: values stay the same, addresses do not.
-    Weights that are not on the CPU, and those that processes share, stay where they are.
+    Weights that are not on the CPU, and those that processes share, stay where they are. No other thread may run the
+    model meanwhile, except by a call that came here first.
 
     Args:
         model (`torch.nn.Module`): a drafter. Above 256 MiB it stays as it is.
