@@ -1,280 +1,396 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""The drafter's cache, the target's for one row, for rows of different lengths, and for layers that keep a state."""
+"""
+The target's cache during a call, for any number of rows; the drafter's cache; and the way back for states.
+
+A slot is a place in the cache, as plain decoding numbers it: padding and the rows of a prefix have slots, too. The
+prompt's slots are those that its forward filled. Each row then goes on by itself, so rows may have different lengths.
+"""
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
 from .tree import to_device
 
-# Slots of a new buffer, at least.
-_SMALLEST = 256
-
-# Extra slots of a new buffer.
-_SPARE = 256
+# Spare slots of a buffer that grows: this many, or this share of the slots in use. Growing copies the buffer, which
+# takes far less time than attending to it as often.
+_SPARE, _SPARE_SHARE = 128, 16
 
 # Static slots are a multiple of this number, so that calls of similar lengths have the same shapes.
 STATIC_SLOTS = 512
 
 
-class StackedRows:
+class SlotBuffer:
     """
-    Keys and values of several layers. Rows are written in place. Full buffers grow by half, so a round takes the same
-    time at any context length.
+    Keys and values of one layer, of shape `(rows, heads, slots, head_dim)`, in buffers that grow in small steps.
 
-    Keys and values are two buffers of shape `(layers, batch, heads, slots, head_dim)`, so that one copy moves the
-    accepted rows of all layers; or, `apart`, two buffers a layer.
+    Args:
+        is_static (`bool`, *optional*, defaults to `False`):
+            Whether readers get all slots, also unused ones, so that shapes and addresses stay the same from round to
+            round until the buffers grow.
+    """
+
+    def __init__(self, is_static: bool = False):
+        self.is_static = is_static
+        self._parts: list[Tensor] = []
+
+    @property
+    def parts(self) -> tuple[Tensor, Tensor]:
+        """The buffers of keys and of values, with all slots."""
+        keys, values = self._parts
+        return keys, values
+
+    @property
+    def size(self) -> int:
+        """Slots, used or not."""
+        return self._parts[0].shape[2] if self._parts else 0
+
+    def size_for(self, end: int) -> int:
+        """Slots once `end` of them are used."""
+        if end <= self.size:
+            return self.size
+        if self.is_static:
+            return STATIC_SLOTS * math.ceil(end / STATIC_SLOTS)
+        return end + max(_SPARE, end // _SPARE_SHARE)
+
+    def reserve(self, end: int, states: Sequence[Tensor]) -> None:
+        """Makes room for `end` slots, for keys and values of the shape and dtype of `states`."""
+        size = self.size_for(end)
+        if size == self.size:
+            return
+        known, self._parts = self._parts or [each[:, :, :0] for each in states], []
+        while known:
+            # One after the other: the old keys are freed before there is room for the new values.
+            old = known.pop(0)
+            new = old.new_empty(*old.shape[:2], size, old.shape[3])
+            new[:, :, : old.shape[2]] = old
+            # A slot that no row sees may not hold NaN.
+            new[:, :, old.shape[2] :] = 0
+            self._parts.append(new)
+
+    def seen(self, end: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of the first `end` slots; of all, if they are static."""
+        keys, values = self.parts
+        return (keys, values) if self.is_static else (keys[:, :, :end], values[:, :, :end])
+
+    def seen_slots(self, end: int) -> int:
+        """The number of slots that `seen` gives once `end` are used."""
+        return self.size_for(end) if self.is_static else end
+
+    def select(self, rows: Tensor) -> None:
+        """Drops all rows but those at these indices."""
+        self._parts = [each.index_select(0, rows) for each in self._parts]
+
+
+class DraftCache:
+    """
+    Keys and values of the drafter. A pass writes its positions after the first `length` of every layer.
+    [`DraftCache.advance`] keeps them; without it, the next pass overwrites them. So a rollback changes `length` only.
 
     Args:
         num_layers (`int`): the number of layers.
-        static_slots (`int`, *optional*):
-            Slots of the buffers. Layers then return all slots, so that shapes and addresses stay the same from round
-            to round; if this many are not enough, the buffers grow all the same.
-        apart (`bool`, *optional*, defaults to `False`):
-            Whether each layer has buffers of its own. Compiled code that writes into several layers takes longer where
-            they share one.
+        is_static (`bool`, *optional*, defaults to `False`): see [`SlotBuffer`].
     """
 
-    def __init__(self, num_layers: int, static_slots: int | None = None, apart: bool = False):
-        self._num_layers, self._apart = num_layers, apart
-        self.is_static = static_slots is not None
-        self._slots = static_slots or 0
-        # Keys of all layers, then their values; and for each layer, its part of both.
-        self._buffers: list[Tensor] = []
-        self._parts: list[tuple[Tensor, Tensor]] = []
+    def __init__(self, num_layers: int, is_static: bool = False):
+        self.length = 0
+        self.is_static = is_static
+        self._layers = [SlotBuffer(is_static) for _ in range(num_layers)]
 
-    def write(self, layer: int, start: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """
-        Writes new rows of a layer.
+        Writes the positions of one pass.
 
         Args:
             layer (`int`): index of the layer.
-            start (`int`): the slot of the first new row.
-            keys, values (`torch.Tensor` of shape `(batch, heads, rows, head_dim)`): the new rows.
+            keys, values (`torch.Tensor` of shape `(1, heads, new, head_dim)`): the new positions.
 
         Returns:
-            Views of all rows so far, of shape `(batch, heads, start + rows, head_dim)`; of all slots where these are
-            static.
+            Views of all positions, of shape `(1, heads, length + new, head_dim)`; of all slots where they are static.
         """
-        end = start + keys.shape[-2]
-        self.reserve(end, keys, values)
-        for part, states in zip(self._parts[layer], (keys, values)):
-            part[:, :, start:end] = states
-        return self.seen(layer, end)
+        buffer, end = self._layers[layer], self.length + keys.shape[2]
+        buffer.reserve(end, (keys, values))
+        for part, states in zip(buffer.parts, (keys, values)):
+            part[:, :, self.length : end] = states
+        return buffer.seen(end)
 
-    def room(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        """As `write`, for a forward that writes its rows itself, up to `end`."""
-        self.reserve(end, *self._parts[layer])
-        return self.seen(layer, end)
-
-    def seen(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        """See the result of `write`. Static slots are the same tensors every time."""
-        return self._parts[layer] if self.is_static else self.rows(layer, end)
+    def room_for(self, new: int) -> list[tuple[Tensor, Tensor]] | None:
+        """
+        For a pass that writes its `new` positions itself instead of calling `update`: for each layer the same views,
+        of which the last `new` are for the pass to write. `None` before the first pass.
+        """
+        end = self.length + new
+        for buffer in self._layers:
+            if not buffer.size:
+                return None
+            buffer.reserve(end, buffer.parts)
+        return [buffer.seen(end) for buffer in self._layers]
 
     def seen_slots(self, end: int) -> int:
-        """The number of slots that `write` returns once `end` rows are written."""
-        return self._slots_for(end) if self.is_static else end
+        """See [`SlotBuffer.seen_slots`]."""
+        return self._layers[0].seen_slots(end)
 
-    def rows(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        """Views of the first `end` rows of a layer; see `write`."""
-        keys, values = self._parts[layer]
-        return keys[:, :, :end], values[:, :, :end]
-
-    def reserve(self, end: int, keys: Tensor, values: Tensor) -> None:
-        """Makes room for `end` rows of the shape and dtype of `keys` and `values`."""
-        slots, old = self._slots_for(end), self._buffers
-        if old and old[0].shape[-2] == slots:
-            return
-        self._slots = slots
-        count, layers = (self._num_layers, ()) if self._apart else (1, (self._num_layers,))
-        self._buffers = [
-            # Zeros: a slot that no row sees may not hold NaN.
-            states.new_zeros(*layers, *states.shape[:2], slots, states.shape[-1])
-            for states in (keys, values)
-            for _ in range(count)
-        ]
-        for buffer, before in zip(self._buffers, old):
-            buffer[..., : before.shape[-2], :] = before
-        of_keys, of_values = (self._buffers[:count], self._buffers[count:]) if self._apart else self._buffers
-        self._parts = [(of_keys[layer], of_values[layer]) for layer in range(self._num_layers)]
-
-    def _slots_for(self, end: int) -> int:
-        return self._slots if end <= self._slots else max(_SMALLEST, end + end // 2)
-
-    def keep(self, start: int, path: Tensor) -> None:
-        """
-        Moves the rows at `start + path` of all layers to the slots from `start` on.
-
-        Args:
-            start (`int`): the first slot.
-            path (`torch.LongTensor` of shape `(kept,)`): rows to keep, on the host.
-        """
-        sources, end = to_device(start + path, self._buffers[0].device), start + path.shape[0]
-        for buffer in self._buffers:
-            # Gathered first, then written: source and destination rows overlap.
-            buffer[..., start:end, :] = buffer.index_select(-2, sources)
+    def advance(self, new: int) -> None:
+        """Keeps the positions of the last pass."""
+        self.length += new
 
 
-class DraftCache(StackedRows):
+class RowSlots:
     """
-    Keys and values of the drafter, each layer's apart. A pass writes its rows after the first `length` rows of every
-    layer. [`DraftCache.advance`] keeps them; without it, the next pass overwrites them. So a rollback changes `length`
-    only.
-    """
+    How many slots each row of the target's cache uses, and which of them are hidden. All layers share one object.
 
-    def __init__(self, num_layers: int, static_slots: int | None = None):
-        super().__init__(num_layers, static_slots, apart=True)
-        self.length = 0
-
-    def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes the rows of one pass; see [`StackedRows.write`]."""
-        return self.write(layer, self.length, keys, values)
-
-    def room_for(self, rows: int) -> list[tuple[Tensor, Tensor]] | None:
-        """
-        Buffers for a pass that writes its rows itself instead of calling `update`; `None` before the first pass.
-
-        Args:
-            rows (`int`): rows of the pass.
-
-        Returns:
-            For each layer, the same views as from `update`. The last `rows` rows are for the pass to write.
-        """
-        if not self._parts:
-            return None
-        return [self.room(layer, self.length + rows) for layer in range(self._num_layers)]
-
-    def advance(self, rows: int) -> None:
-        """Keeps the rows of the last pass."""
-        self.length += rows
-
-
-class StackedLayer(DynamicLayer):
-    """
-    A layer of the target's cache whose rows are in a [`StackedRows`], until [`StackedLayer.give_back`].
+    A forward writes its tokens behind the slots in use. [`RowSlots.advance`] keeps some of them; without it, the next
+    forward overwrites them. So what is rejected, or breaks off, needs no rollback.
 
     Args:
-        layer ([`DynamicLayer`]): the layer that this one replaces. It holds nothing meanwhile.
-        stack ([`StackedRows`]): holds the rows of this layer, and of others of the same shape.
-        index (`int`): the place of this layer in it.
+        lengths (sequence of `int`): slots that each row uses.
+        device (`torch.device`): the device of the tensors that it returns.
+        hidden (`torch.BoolTensor` of shape `(rows, slots)`, *optional*):
+            The slots of a prompt that no token sees: padding, wherever it stands.
     """
 
-    def __init__(self, layer: DynamicLayer, stack: StackedRows, index: int):
-        assert layer.keys is not None and layer.values is not None
-        self.dtype, self.device, self.is_initialized = layer.dtype, layer.device, True
-        self._layer, self._stack, self._index = layer, stack, index
-        self._length = layer.get_seq_length()
-        stack.write(index, 0, layer.keys, layer.values)
-        layer.keys = layer.values = None
+    def __init__(self, lengths: Sequence[int], device: torch.device, hidden: Tensor | None = None):
+        self.lengths = list(lengths)
+        self._device = device
+        self._next: dict[tuple[int, torch.device], Tensor] = {}
+        self.hidden = None if hidden is None else to_device(hidden, device)
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self.lengths)
+
+    @property
+    def longest(self) -> int:
+        """Slots of the longest row."""
+        return max(self.lengths)
+
+    @property
+    def shortest(self) -> int:
+        """Slots of the shortest row."""
+        return min(self.lengths)
+
+    def next(self, count: int, device: torch.device | None = None) -> Tensor:
+        """The next `count` slots of each row, of shape `(rows, count)`. They are made once a round, not by layer."""
+        place = count, device or self._device
+        if place not in self._next:
+            slots = torch.tensor(self.lengths, device="cpu")[:, None] + torch.arange(count, device="cpu")
+            self._next[place] = to_device(slots, place[1])
+        return self._next[place]
+
+    def advance(self, counts: Sequence[int]) -> None:
+        """Keeps the first `counts` new tokens of each row."""
+        self.lengths = [length + count for length, count in zip(self.lengths, counts)]
+        self._next.clear()
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Drops all rows but those at these indices."""
+        self.lengths = [self.lengths[row] for row in rows]
+        self._next.clear()
+        if self.hidden is not None:
+            self.hidden = self.hidden[to_device(torch.tensor(rows, device="cpu"), self.hidden.device)]
+
+
+class SlotLayer(DynamicLayer):
+    """
+    A layer of the target's cache during a call, for rows of different lengths.
+
+    A layer with a window keeps the slots that some row still sees, and few more.
+
+    Args:
+        layer ([`CacheLayerMixin`]): the layer that this one replaces. It holds nothing meanwhile.
+        slots ([`RowSlots`]): the slots of the rows.
+        window (`int`, *optional*): the model's sliding window, for a layer that drops what is outside it.
+        is_static (`bool`, *optional*, defaults to `False`): see [`SlotBuffer`].
+    """
+
+    def __init__(self, layer: Any, slots: RowSlots, window: int | None = None, is_static: bool = False):
+        self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
+        self.is_sliding = layer.is_sliding
+        self._layer, self._slots = layer, slots
+        self._window: int | None = None
+        if self.is_sliding:
+            # Slots that the layer is to hold in the end.
+            own = layer.max_cache_len + 1 if isinstance(layer, StaticLayer) else layer.sliding_window
+            self._window = max(own, window or 0)
+        length = slots.longest
+        used = min(length, layer.keys.shape[2])
+        # The slot that comes first in the buffer.
+        self.offset = length - used
+        # Slots behind the last forward's tokens.
+        self._end = length
+        self._buffer = SlotBuffer(is_static)
+        keys, values = layer.keys[:, :, :used], layer.values[:, :, :used]
+        if not isinstance(layer, StaticLayer):
+            layer.keys = layer.values = None
+        self._buffer.reserve(used, (keys[:, :, :0], values[:, :, :0]))
+        self._write(slice(None), slice(0, used), (keys, values))
 
     @property
     def keys(self) -> Tensor:
-        """All rows, of shape `(batch, heads, length, head_dim)`."""
-        return self._stack.rows(self._index, self._length)[0]
+        """What the last forward read; see `update`."""
+        return self._buffer.seen(self._end - self.offset)[0]
 
     @property
     def values(self) -> Tensor:
         """See `keys`."""
-        return self._stack.rows(self._index, self._length)[1]
+        return self._buffer.seen(self._end - self.offset)[1]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Appends `key_states` and `value_states` of shape `(batch, heads, new, head_dim)`; returns all rows."""
-        start = self._length
-        self._length += key_states.shape[-2]
-        return self._stack.write(self._index, start, key_states, value_states)
+        """
+        Writes states of shape `(rows, heads, new, head_dim)` behind the slots in use.
+
+        Returns:
+            Keys and values of all slots from `offset` on, of shape `(rows, heads, slots, head_dim)`.
+        """
+        new, slots = key_states.shape[2], self._slots
+        seen = self.room(new)
+        if slots.longest == slots.shortest:
+            start = slots.longest - self.offset
+            self._write(slice(None), slice(start, start + new), (key_states, value_states))
+        else:
+            places = slots.next(new, key_states.device) - self.offset
+            # With two index tensors around a slice, the dimension of the slice comes last.
+            states = key_states.transpose(1, 2), value_states.transpose(1, 2)
+            self._write(self._row_numbers(), places, states)
+        return seen
 
     def room(self, new: int) -> tuple[Tensor, Tensor]:
-        """As `update`, for a forward that writes its `new` rows itself."""
-        self._length += new
-        return self._stack.room(self._index, self._length)
+        """As `update`, for a forward that writes its `new` tokens itself."""
+        self._end = self._slots.longest + new
+        if self._window is not None and self._end - self.offset > self._buffer.size:
+            self._forget()
+        self._buffer.reserve(self._end - self.offset, self._buffer.parts)
+        return self._buffer.seen(self._end - self.offset)
 
     @property
     def has_static_slots(self) -> bool:
-        """Whether `update` returns all slots, and always the same tensors."""
-        return self._stack.is_static
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Drops the last `-tokens_to_remove` rows."""
-        self._length += tokens_to_remove
+        """Whether `update` returns all slots."""
+        return self._buffer.is_static
 
     def get_seq_length(self) -> int:
-        """The number of rows."""
-        return self._length
+        """Slots of the longest row."""
+        return self._slots.longest
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Length and offset of the keys that a forward of `query_length` tokens gets from `update`."""
-        return self._stack.seen_slots(self._length + query_length), 0
+        """The number of slots that a forward of `query_length` tokens reads, and the first of them."""
+        end = self._slots.longest + query_length
+        if self._window is not None and end - self.offset > self._buffer.size:
+            self._forget()
+        return self._buffer.seen_slots(end - self.offset), self.offset
 
-    def give_back(self) -> DynamicLayer:
-        """Returns the original layer, with all rows."""
-        self._layer.keys, self._layer.values = self.keys, self.values
-        return self._layer
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Moves the states of each row from the slots `sources` to `targets`, of shape `(rows, count)`."""
+        sources, targets, rows = sources - self.offset, targets - self.offset, self._row_numbers()
+        for part in self._buffer.parts:
+            if part.shape[0] == 1:
+                part.index_copy_(2, targets[0], part.index_select(2, sources[0]))
+            else:
+                part[rows, :, targets] = part[rows, :, sources]
+
+    def select(self, rows: Tensor) -> None:
+        """Drops all rows but those at these indices."""
+        self._buffer.select(rows.to(self.device))
+
+    def give_back(self) -> Any:
+        """The layer that this one replaced, as plain decoding leaves it after as many tokens as all rows have."""
+        layer, length = self._layer, self._slots.shortest
+        keys, values = (part[:, :, : length - self.offset] for part in self._buffer.parts)
+        if isinstance(layer, StaticLayer):
+            layer.reset()
+            if isinstance(layer, StaticSlidingWindowLayer):
+                keys, values = keys[:, :, -layer.max_cache_len :], values[:, :, -layer.max_cache_len :]
+            layer.update(keys, values)
+            if isinstance(layer, StaticSlidingWindowLayer):
+                layer.cumulative_length_int = length
+            return layer
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            first = 1 - layer.sliding_window
+            keys, values, layer.cumulative_length = keys[:, :, first:], values[:, :, first:], length
+        layer.keys, layer.values = keys, values
+        return layer
+
+    def _write(self, rows: Any, places: Any, states: Sequence[Tensor]) -> None:
+        for part, new in zip(self._buffer.parts, states):
+            # Under autocast a step may compute in another dtype than the prompt.
+            part[rows, :, places] = new.to(part.dtype)
+
+    def _forget(self) -> None:
+        """Moves the slots that some row still sees to the front of the buffer."""
+        assert self._window is not None
+        oldest = max(self.offset, self._slots.shortest - self._window + 1)
+        if oldest > self.offset:
+            used = slice(oldest - self.offset, self._slots.longest - self.offset)
+            for part in self._buffer.parts:
+                part[:, :, : used.stop - used.start] = part[:, :, used].clone()
+            self.offset = oldest
+
+    def _row_numbers(self) -> Tensor:
+        return torch.arange(len(self._slots), device=self.device)[:, None]
 
 
-def stack_layers(cache: Cache, static_slots: int | None = None, apart: bool = False) -> list[StackedRows]:
+# By exact type: a subclass may keep more than keys and values.
+_ROW_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+
+
+def adopt_layers(cache: Cache, slots: RowSlots, window: int | None, is_static: bool = False) -> list[SlotLayer]:
     """
-    Replaces every plain `DynamicLayer` of a cache that has rows by a [`StackedLayer`].
+    Replaces every layer of keys and values that has any by a [`SlotLayer`], one after the other, so that no more than
+    one layer is held twice.
 
     Args:
-        cache ([`Cache`]): the cache.
-        static_slots (`int`, *optional*), apart (`bool`, *optional*): see [`StackedRows`].
+        cache ([`Cache`]): the cache after its prompt.
+        slots ([`RowSlots`]): the slots of its rows.
+        window (`int`, *optional*): the sliding window of the model.
+        is_static (`bool`, *optional*, defaults to `False`): see [`SlotBuffer`].
 
     Returns:
-        `list[StackedRows]`: the stacks. Layers of the same shape share one.
+        `list[SlotLayer]`: the new layers.
     """
-    stacks = []
-    for alike in _alike({place: layer for place, layer in enumerate(cache.layers) if type(layer) is DynamicLayer}):
-        stacks.append(stack := StackedRows(len(alike), static_slots, apart))
-        for index, place in enumerate(alike):
-            cache.layers[place] = StackedLayer(cache.layers[place], stack, index)
-    return stacks
+    found = []
+    for place, layer in enumerate(cache.layers):
+        if type(layer) in _ROW_LAYERS and layer.is_initialized and layer.get_seq_length() > 0:
+            found.append(SlotLayer(layer, slots, window, is_static))
+            cache.layers[place] = found[-1]
+    return found
 
 
 def give_back(cache: Cache) -> None:
-    """Undoes [`stack_layers`]: restores the original layers, with all rows."""
-    cache.layers = [layer.give_back() if isinstance(layer, StackedLayer) else layer for layer in cache.layers]
-
-
-def drop_rows(cache: Cache, rows: int) -> None:
-    """
-    Drops the last `rows` rows of every layer. With 0, layers with a window drop what is outside it.
-
-    Layers without any rows, such as cross-attention without an image, are left out: `Cache.crop` of transformers 5.17
-    fails there.
-    """
-    for layer in cache.layers:
-        if getattr(layer, "is_initialized", True):
-            layer.crop(-rows)
+    """Undoes [`adopt_layers`]; see [`SlotLayer.give_back`]."""
+    cache.layers = [layer.give_back() if isinstance(layer, SlotLayer) else layer for layer in cache.layers]
 
 
 class Rewind:
     """
-    Takes a cache back to where it was before a forward.
+    Takes a cache back to where it was before a forward over a chain.
 
-    If every layer can drop its last rows, rejected tokens are dropped. A recurrent state has no rows: then everything
-    goes back, and the tokens that belong in the cache must run again.
+    If every layer can drop its last tokens, rejected tokens are dropped. A recurrent state has no slots: then
+    everything goes back, and the tokens that belong in the cache must run again.
 
     Args:
         cache: a cache after its prompt: a [`DynamicCache`], or what a model uses in its place.
+        slots ([`RowSlots`]): the slots of its layers of keys and values, which this object advances.
     """
 
-    def __init__(self, cache: Any):
+    def __init__(self, cache: Any, slots: RowSlots):
         self.cache = cache
+        self._slots = slots
         self._has_layers = type(cache) is DynamicCache
+        # The layers that are not in slots.
+        self._others: list[Any] = []
+        if self._has_layers:
+            # The cache's own layers know their window.
+            adopt_layers(cache, slots, None)
+            self._others = [layer for layer in cache.layers if not isinstance(layer, SlotLayer)]
         # Whether rejected tokens can be dropped.
-        self.drops_rows = self._has_layers and all(_drops_rows(layer) for layer in cache.layers)
-        if self.drops_rows:
-            # Layers with a window then keep the rows of a forward until they are cropped.
-            cache.activate_past_recording()
-            cache.crop(0)
+        self.drops_tokens = self._has_layers and all(_drops_tokens(layer) for layer in self._others)
         self._saved: Any = None
 
     def mark(self) -> None:
@@ -282,7 +398,7 @@ class Rewind:
         if not self._has_layers:
             self._saved = copy.deepcopy(self.cache)
         else:
-            self._saved = [_state(layer, self.drops_rows) for layer in self.cache.layers]
+            self._saved = [_state(layer, self.drops_tokens) for layer in self._others]
 
     def undo(self) -> None:
         """Undoes all since the mark, also a forward that broke off; nothing without one."""
@@ -295,7 +411,7 @@ class Rewind:
             # The caller may hold this cache.
             vars(self.cache).update(vars(saved))
         else:
-            for layer, state in zip(self.cache.layers, saved):
+            for layer, state in zip(self._others, saved):
                 vars(layer).update(state)
 
     def keep(self, added: int, kept: int) -> bool:
@@ -305,253 +421,41 @@ class Rewind:
         Returns:
             `bool`: whether they are in the cache now; otherwise it is as at the mark.
         """
-        if self.drops_rows:
-            drop_rows(self.cache, added - kept)
+        if self.drops_tokens:
+            for layer in self._others:
+                # Layers without any tokens, such as cross-attention without an image, cannot be cropped.
+                if getattr(layer, "is_initialized", True):
+                    layer.crop(kept - added)
         elif kept < added:
             self.undo()
             return False
         self._saved = None
+        self._slots.advance([kept])
         return True
+
+    def finish(self) -> None:
+        """Gives the cache its own layers back."""
+        if isinstance(self.cache, Cache):
+            give_back(self.cache)
 
 
 def _is_known(layer: Any) -> bool:
     """Whether a forward replaces the keys and values of a layer, and changes nothing in them."""
-    # Layers that a model brings itself may do otherwise, and keep more than rows.
-    return isinstance(layer, StackedLayer) or type(layer).__module__ == Cache.__module__
+    # Layers that a model brings itself may do otherwise, and keep more than keys and values.
+    return type(layer).__module__ == Cache.__module__
 
 
-def _drops_rows(layer: Any) -> bool:
-    return _is_known(layer) and getattr(layer, "is_croppable", False)
+def _drops_tokens(layer: Any) -> bool:
+    # A layer with a window cannot bring back what a forward has moved out of it.
+    return _is_known(layer) and getattr(layer, "is_croppable", False) and not getattr(layer, "is_sliding", False)
 
 
-def _state(layer: Any, drops_rows: bool) -> dict[str, Any]:
+def _state(layer: Any, drops_tokens: bool) -> dict[str, Any]:
     """What a layer holds, with copies of what a forward changes in place."""
-    if isinstance(layer, StackedLayer):
-        return {"_length": layer.get_seq_length()}
     state = {}
     for name, value in vars(layer).items():
-        if drops_rows or (_is_known(layer) and name in ("keys", "values")):
+        if drops_tokens or (_is_known(layer) and name in ("keys", "values")):
             state[name] = dict(value) if isinstance(value, dict) else value
         else:
             state[name] = copy.deepcopy(value)
     return state
-
-
-def unfold_static(cache: Cache, window: int | None) -> list[StaticLayer]:
-    """
-    Replaces the layers of a static cache by dynamic ones with the same rows, which can drop rejected branches.
-
-    Args:
-        cache ([`Cache`]): the cache.
-        window (`int`, *optional*): the sliding window of the model.
-
-    Returns:
-        `list[StaticLayer]`: the layers that were replaced, for [`refill_static`]; empty for other caches.
-    """
-    static = [layer for layer in cache.layers if isinstance(layer, StaticLayer)]
-    if len(static) < len(cache.layers):
-        return []
-    length = int(cache.get_seq_length())
-    for place, layer in enumerate(static):
-        dynamic = DynamicSlidingWindowLayer(window) if layer.is_sliding and window is not None else DynamicLayer()
-        if layer.is_initialized:
-            assert layer.keys is not None and layer.values is not None
-            rows = min(length, layer.max_cache_len)
-            dynamic.update(layer.keys[:, :, :rows], layer.values[:, :, :rows])
-            if isinstance(dynamic, DynamicSlidingWindowLayer):
-                dynamic.cumulative_length = length
-        cache.layers[place] = dynamic
-    return static
-
-
-def refill_static(cache: Cache, static: list[StaticLayer]) -> None:
-    """Undoes [`unfold_static`]: the layers hold what plain decoding with a static cache leaves there."""
-    if not static:
-        return
-    for layer, dynamic in zip(static, cache.layers):
-        if not dynamic.is_initialized:
-            continue
-        length, missing = dynamic.get_seq_length(), 0
-        if isinstance(layer, StaticSlidingWindowLayer):
-            # It keeps one row more, which no later token sees.
-            missing = min(length, layer.max_cache_len) - dynamic.keys.shape[-2]
-        layer.reset()
-        layer.update(*(F.pad(states, (0, 0, missing, 0)) for states in (dynamic.keys, dynamic.values)))
-        if isinstance(layer, StaticSlidingWindowLayer):
-            layer.cumulative_length_int = length
-    cache.layers = list(static)
-
-
-class RowLengths:
-    """
-    The number of tokens of each row in the cache. All layers share one object.
-
-    Args:
-        lengths (`list[int]`): tokens of each row.
-        device (`torch.device`): the device of the slots that it returns.
-    """
-
-    def __init__(self, lengths: list[int], device: torch.device):
-        self._device = device
-        self._slots: dict[tuple[int, torch.device], Tensor] = {}
-        self.values = lengths
-
-    @property
-    def values(self) -> list[int]:
-        """Tokens of each row."""
-        return self._values
-
-    @values.setter
-    def values(self, lengths: list[int]) -> None:
-        self._values = lengths
-        self._slots.clear()
-
-    def slots(self, count: int, device: torch.device | None = None) -> Tensor:
-        """The next `count` slots of each row, of shape `(rows, count)`. They are made once a round, not by layer."""
-        place = count, device or self._device
-        if place not in self._slots:
-            slots = torch.tensor(self._values)[:, None] + torch.arange(count)
-            self._slots[place] = to_device(slots, place[1])
-        return self._slots[place]
-
-    def advance(self, counts: Sequence[int]) -> None:
-        """Keeps the first `counts` new tokens of each row."""
-        self.values = [length + count for length, count in zip(self._values, counts)]
-
-
-class RaggedRows:
-    """
-    Keys and values of several layers for rows of different lengths, in two buffers of shape
-    `(layers, rows, heads, slots, head_dim)`.
-
-    Args:
-        layers (`list[DynamicLayer]`): layers of the same shape that have run the prompt.
-        slots (`list[torch.Tensor]`): for each row, the slots of the prompt without padding.
-    """
-
-    def __init__(self, layers: list[DynamicLayer], slots: list[Tensor]):
-        longest = max(len(each) for each in slots)
-        self._buffers: list[Tensor] = []
-        for name in ("keys", "values"):
-            states: Tensor = getattr(layers[0], name)
-            buffer = states.new_zeros(len(layers), *states.shape[:2], longest + _SPARE, states.shape[-1])
-            for part, layer in zip(buffer, layers):
-                # A layer with a window has dropped the states before it.
-                states, dropped = getattr(layer, name), layer.get_seq_length() - layer.keys.shape[-2]
-                for row, each in enumerate(slots):
-                    kept = each[each >= dropped]
-                    part[row, :, len(each) - len(kept) : len(each)] = states[
-                        row, :, (kept - dropped).to(states.device)
-                    ]
-            self._buffers.append(buffer)
-
-    def write(self, layer: int, keys: Tensor, values: Tensor, slots: Tensor, end: int) -> tuple[Tensor, Tensor]:
-        """Writes new states of a layer to `slots`; returns its states in the first `end` slots."""
-        if self._buffers[0].shape[3] < end:
-            self._buffers = [F.pad(buffer, (0, 0, 0, end + end // 2 - buffer.shape[3])) for buffer in self._buffers]
-        rows = self._row_numbers()
-        for part, states in zip((buffer[layer] for buffer in self._buffers), (keys, values)):
-            # With two index tensors around a slice, the dimension of the slice comes last.
-            part[rows, :, slots] = states.transpose(1, 2)
-        return self.rows(layer, end)
-
-    def rows(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        """Views of the states of a layer in the first `end` slots."""
-        keys, values = self._buffers
-        return keys[layer, :, :, :end], values[layer, :, :, :end]
-
-    def keep(self, sources: Tensor, targets: Tensor) -> None:
-        """Moves states of all layers from the slots `sources` to `targets`, both of shape `(rows, count)`."""
-        rows, device = self._row_numbers(), self._buffers[0].device
-        sources, targets = sources.to(device), targets.to(device)
-        for buffer in self._buffers:
-            buffer[:, rows, :, targets] = buffer[:, rows, :, sources]
-
-    def select(self, rows: Tensor) -> None:
-        """Drops all rows except the rows at these indices."""
-        self._buffers = [buffer.index_select(1, rows.to(buffer.device)) for buffer in self._buffers]
-
-    def padded(self, layer: int, slots: list[Tensor], prompt_length: int, length: int) -> list[Tensor]:
-        """See [`RaggedLayer.padded`]."""
-        found = []
-        for part in (buffer[layer] for buffer in self._buffers):
-            states = part.new_zeros(*part.shape[:2], length, part.shape[3])
-            for row, each in enumerate(slots):
-                end = len(each) + length - prompt_length
-                states[row, :, each.to(part.device)] = part[row, :, : len(each)]
-                states[row, :, prompt_length:] = part[row, :, len(each) : end]
-            found.append(states)
-        return found
-
-    def _row_numbers(self) -> Tensor:
-        return torch.arange(self._buffers[0].shape[1], device=self._buffers[0].device)[:, None]
-
-
-class RaggedLayer(DynamicLayer):
-    """
-    Keys and values of rows of different lengths.
-
-    A forward writes the new states of each row after the row's own length. [`RaggedRows.keep`] and
-    [`RowLengths.advance`] then keep some of them. The layer keeps all states, also outside a sliding window: the mask
-    applies the window.
-
-    Args:
-        stack ([`RaggedRows`]): holds the states of this layer, and of others.
-        index (`int`): the place of this layer in it.
-        lengths ([`RowLengths`]): lengths of the rows.
-    """
-
-    def __init__(self, stack: RaggedRows, index: int, lengths: RowLengths):
-        super().__init__()
-        self.is_initialized = True
-        self._stack, self._index, self._lengths = stack, index, lengths
-        self.keys, self.values = stack.rows(index, self.get_seq_length())
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """
-        Appends states of shape `(rows, heads, new, head_dim)` to the rows.
-
-        Returns:
-            All states of the rows, of shape `(rows, heads, longest row + new, head_dim)`.
-        """
-        new = key_states.shape[-2]
-        slots = self._lengths.slots(new, key_states.device)
-        end = self.get_seq_length() + new
-        self.keys, self.values = self._stack.write(self._index, key_states, value_states, slots, end)
-        return self.keys, self.values
-
-    def padded(self, slots: list[Tensor], prompt_length: int, length: int) -> list[Tensor]:
-        """
-        Keys and values in the layout of an ordinary layer, of shape `(rows, heads, length, head_dim)`. In the first
-        `prompt_length` slots, the states of each row's prompt are in its `slots`, and padding is zero. The states of
-        new tokens follow.
-        """
-        return self._stack.padded(self._index, slots, prompt_length, length)
-
-    def get_seq_length(self) -> int:
-        """Tokens of the longest row."""
-        return max(self._lengths.values)
-
-
-def ragged_layers(
-    layers: list[DynamicLayer], slots: list[Tensor], lengths: RowLengths
-) -> tuple[list[DynamicLayer], list[RaggedRows]]:
-    """A [`RaggedLayer`] for each layer that has rows, and the stacks that hold their states."""
-    ragged: dict[int, DynamicLayer] = dict(enumerate(layers))
-    stacks = []
-    for places in _alike(ragged):
-        stacks.append(stack := RaggedRows([layers[place] for place in places], slots))
-        ragged |= {place: RaggedLayer(stack, index, lengths) for index, place in enumerate(places)}
-    return list(ragged.values()), stacks
-
-
-def _alike(layers: dict[int, DynamicLayer]) -> list[list[int]]:
-    """The places of the layers that have rows, by the shape of a row: layers of one shape can share a stack."""
-    found: dict[Any, list[int]] = {}
-    for place, layer in layers.items():
-        if layer.get_seq_length() > 0:
-            assert layer.keys is not None and layer.values is not None
-            parts = (layer.keys, layer.values)
-            form = tuple((*states.shape[:2], states.shape[-1], states.dtype, states.device) for states in parts)
-            found.setdefault(form, []).append(place)
-    return list(found.values())

@@ -271,7 +271,6 @@ class FalconCandidateGenerator(CandidateGenerator):
         options = options or DraftOptions.from_generation_config(drafter.generation_config)
         self.options = limited_options(options, drafter, target)
         self._vocab_size: int = target.config.get_text_config(decoder=True).vocab_size
-        # Whether the time of the call is over. No further pass is then drafted.
         self.is_late: Callable[[], bool] = lambda: False
         # Decides how much each round drafts.
         self.policy = DraftPolicy(self.options, AcceptanceStats())
@@ -316,8 +315,9 @@ class FalconCandidateGenerator(CandidateGenerator):
         self,
         features: Tensor,
         first_position: int,
+        padding: int,
         policy: DraftPolicy,
-        padding: int = 0,
+        is_late: Callable[[], bool] = lambda: False,
         prompt_embeds: Tensor | None = None,
     ) -> None:
         """
@@ -327,11 +327,13 @@ class FalconCandidateGenerator(CandidateGenerator):
             features (`torch.Tensor` of shape `(1, positions, ...)`):
                 The target's features of the last `positions` tokens of the prompt.
             first_position (`int`): position of the first of them.
+            padding (`int`): padding tokens before the prompt.
             policy ([`DraftPolicy`]): decides how much each round drafts.
-            padding (`int`, *optional*, defaults to 0): padding tokens before the prompt.
+            is_late (`Callable[[], bool]`, *optional*):
+                Whether the time of the call is over. No further pass is then drafted.
             prompt_embeds (`torch.Tensor`, *optional*): see `commit`.
         """
-        self.policy = policy
+        self.policy, self.is_late = policy, is_late
         self._uncommitted = [features]
         self._first_position = first_position
         self._padding = padding
@@ -353,7 +355,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         """
         tree_round = self.draft(input_ids, max_depth)
         self.complete(tree_round)
-        return tree_round.finish(input_ids[0, -1:].cpu(), self._decision.size)
+        return tree_round.finish(input_ids[0, -1:].cpu(), self._decision.size(tree_round.best()))
 
     def draft(self, input_ids: Tensor, max_depth: int, rows: int = 1) -> StaticRound | DynamicRound:
         """

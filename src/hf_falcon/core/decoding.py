@@ -8,8 +8,8 @@ The decoding loop: draft a tree, verify it in one forward of the target, keep th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -30,14 +30,11 @@ from .policy import AdaptivePolicy, DraftPolicy, PlainPolicy, acceptance_stats_o
 from .sampling import MultiRootCandidateGenerator, SamplingCandidateGenerator, decode_multi_root, verify_speculative
 from .statistics import FalconGenerateOutput, LayerOutputs, StatisticsRecorder
 from .target_parts import chain_reason, unsupported_batch_reason, unsupported_chain_reason, unsupported_reason
-from .target_run import BatchedTargetRun, ChainRun, TargetRun, chain_fault
-from .tree import DraftTree, collect, single_node, to_device, to_host
-from .verification import MOST_STEPS_AHEAD, BatchSequence, TokenSequence, verify, verify_greedy
+from .target_run import ChainRun, TargetRun, chain_fault
+from .tree import DraftTree, collect, single_node, to_device
+from .verification import Batch, TokenSequence, Verification, verify, verify_rows
 
 logger = logging.get_logger(__name__)
-
-# Verifies the tree of a round; see [`verification.verify`].
-Verify = Callable[[DraftTree, Tensor, TokenSequence], tuple[Tensor, int]]
 
 # Fields of a generation configuration that other kinds of assisted decoding, and caches that can be compiled, read.
 _UNUSED_FIELDS = (
@@ -50,6 +47,22 @@ _UNUSED_FIELDS = (
     "use_mtp",
     "compile_config",
 )
+
+
+@dataclass(frozen=True)
+class Row:
+    """
+    One row of a call.
+
+    Args:
+        place (`int`): its place among the rows of the target's cache.
+        sequence ([`TokenSequence`]): its tokens.
+        generator ([`FalconCandidateGenerator`]): proposes its trees.
+    """
+
+    place: int
+    sequence: TokenSequence
+    generator: FalconCandidateGenerator
 
 
 def assisted_decoding(
@@ -117,22 +130,19 @@ def assisted_decoding(
     drafter.check_target(target)
     _warn_of_unused_fields(generation_config)
     _warn_of_other_weights(drafter, target)
-    if input_ids.shape[0] > 1:
-        batch = BatchSequence(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-        statistics, cache = _assist_batch(target, drafter, options, batch, generation_config, model_kwargs)
-        return _output(batch, statistics, cache, generation_config)
     # Before the target runs: an option that does not fit raises its error here.
-    decode_sequence = _decoder(drafter, target, options, logits_processor, generation_config, model_kwargs)
-    sequence = TokenSequence(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+    decode_rows = _decoder(drafter, target, options, logits_processor, generation_config, model_kwargs)
+    batch = Batch(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     make_run = TargetRun if chains is None else ChainRun
     run = make_run(target, input_ids, generation_config, model_kwargs, drafter.config.feature_layers)
+    cache_is_returned = generation_config.return_dict_in_generate or is_user_defined(run.cache)
     try:
-        statistics = decode_sequence(run, sequence)
-    finally:
-        cache = run.finish()
-    if streamer is not None:
-        streamer.end()
-    return _output(sequence, statistics, cache, generation_config, run.layer_outputs)
+        statistics = decode_rows(run, batch, not cache_is_returned)
+    except BaseException:
+        run.finish()
+        raise
+    cache = run.finish(batch.input_ids if cache_is_returned else None)
+    return _output(batch, statistics, cache, generation_config, run.layer_outputs)
 
 
 def unsupported_chains(
@@ -167,13 +177,13 @@ def _decoder(
     logits_processor: LogitsProcessorList,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
-) -> Callable[[Any, TokenSequence], StatisticsRecorder]:
-    """Decodes one sequence by the call's `verification`; greedy decoding is always exact."""
+) -> Callable[[Any, Batch, bool], StatisticsRecorder]:
+    """Decodes the rows by the call's `verification`; greedy decoding and batches are always exact."""
     verification = options.verification if generation_config.do_sample else "exact"
     if verification == "speculative":
         sampling = SamplingCandidateGenerator(drafter, target, options, logits_processor)
-        verify_draws = partial(verify_speculative, head=sampling.context)
-        return lambda run, sequence: decode(run, sampling, sequence, verify_draws)
+        choose = partial(verify_speculative, head=sampling.context)
+        return lambda run, batch, drops_rows: decode(run, [sampling], batch, drops_rows, choose)
     if verification == "multi_root" and drafter.max_draft_passes is not None:
         raise ValueError(
             f"`verification` is 'multi_root', which drafts behind several tokens at once, but a "
@@ -182,187 +192,105 @@ def _decoder(
     if verification == "multi_root" and model_kwargs.get("inputs_embeds") is None:
         logger.warning_once("`verification` is 'multi_root': samples are biased, not distributed as plain decoding's.")
         roots = MultiRootCandidateGenerator(drafter, target, options)
-        return lambda run, sequence: decode_multi_root(run, roots, sequence)
-    generator = FalconCandidateGenerator(drafter, target, options)
-    return lambda run, sequence: decode(run, generator, sequence)
+        return lambda run, batch, drops_rows: decode_multi_root(run, roots, batch)
+    first = FalconCandidateGenerator(drafter, target, options)
+
+    def decode_exactly(run: Any, batch: Batch, drops_rows: bool) -> StatisticsRecorder:
+        others = [FalconCandidateGenerator(drafter, target, options, first.head) for _ in batch.rows[1:]]
+        return decode(run, [first, *others], batch, drops_rows)
+
+    return decode_exactly
 
 
 def decode(
-    run: TargetRun | ChainRun, generator: FalconCandidateGenerator, sequence: TokenSequence, verify: Verify = verify
-) -> StatisticsRecorder:
-    """
-    Runs rounds of drafting and verifying until `sequence` is finished.
-
-    Args:
-        run ([`TargetRun`]): the target.
-        generator ([`FalconCandidateGenerator`]): proposes the trees.
-        sequence ([`TokenSequence`]): the sequence, of which the prompt is not run yet.
-        verify (`Callable`, *optional*): verifies a tree; exactly by default.
-    """
-    statistics = StatisticsRecorder()
-    with statistics.measure("target", run.model.device):
-        logits, features = run.prefill(sequence.input_ids)
-    sequence.emit(int(sequence.choose(logits)))
-    if sequence.finished:
-        return statistics
-    policy = _policy(run, generator.drafter, generator.options, _depth_limit(run, sequence))
-    generator.is_late = sequence.is_late
-    generator.start(features, run.length - features.shape[1], policy, prompt_embeds=run.prompt_embeds)
-    while not sequence.finished:
-        with statistics.measure("drafter", generator.drafter.device):
-            tree = generator.propose(sequence.token_ids, _depth_limit(run, sequence))
-            tree = tree.likeliest_path() if isinstance(run, ChainRun) else tree
-        nodes = run.deferred + len(tree)
-        with statistics.measure("target", run.model.device) as watch:
-            logits, features = run.score(tree, sequence.token_ids)
-        path, accepted = verify(tree, logits, sequence)
-        run.accept(path)
-        features = features[:, to_device(path, features.device)]
-        generator.update(tree, path, accepted, features, sequence.token_ids, watch, nodes)
-        statistics.add_round(len(tree) - 1, accepted)
-    return statistics
-
-
-def decode_batch(
-    run: BatchedTargetRun, drafter: Drafter, options: DraftOptions, batch: BatchSequence, drops_rows: bool
+    run: TargetRun | ChainRun,
+    generators: Sequence[FalconCandidateGenerator],
+    batch: Batch,
+    drops_rows: bool = False,
+    verification: Verification = verify,
 ) -> StatisticsRecorder:
     """
     Runs rounds of drafting and verifying until all rows of `batch` are finished. Each row drafts its own tree, one
     forward of the target verifies all of them, and each row keeps its own path.
 
     Args:
-        run ([`BatchedTargetRun`]): the target.
-        drafter ([`Drafter`]): the drafter of all rows.
-        options ([`DraftOptions`]): options of the call.
-        batch ([`BatchSequence`]): the rows.
-        drops_rows (`bool`): whether rows that have ended leave the target's cache.
+        run ([`TargetRun`]): the target.
+        generators (sequence of [`FalconCandidateGenerator`]): propose the trees, one for each row.
+        batch ([`Batch`]): the rows, of which the prompts are not run yet.
+        drops_rows (`bool`, *optional*, defaults to `False`): whether rows that have ended leave the target's cache.
+        verification (`Callable`, *optional*): verifies the tree of a single row; exactly by default.
     """
-    statistics = StatisticsRecorder()
-    with statistics.measure("target", run.model.device):
-        logits, of_prompts = run.prefill(batch.prompts)
-    # A row takes its features out once it drafts, so that nothing else keeps them.
-    features = dict(enumerate(of_prompts))
-    del of_prompts
-    for row, sequence in enumerate(batch.rows):
-        sequence.emit(int(sequence.choose(logits[row][None])))
+    statistics, device = StatisticsRecorder(), run.model.device
+    with statistics.measure("target", device):
+        logits, prompts = run.prefill(batch.prompts)
+    rows = [Row(place, *each) for place, each in enumerate(zip(batch.rows, generators))]
+    for row in rows:
+        row.sequence.emit(int(row.sequence.choose(logits[row.place][None])))
     batch.stream()
-    generators: dict[int, FalconCandidateGenerator] = {}
-    head: Any = None
-    # Rows of the target's cache, by their number in the batch, and how many of them were not finished last.
-    cached, active = list(range(len(batch.rows))), 0
-    no_path = torch.empty(0, dtype=torch.long)
-    while not all(sequence.finished for sequence in batch.rows):
-        unfinished = [row for row in cached if not batch.rows[row].finished]
+    # The rows in the target's cache, and how many rows drafted last.
+    cached, drafting = rows, 0
+    while unfinished := [row for row in cached if not row.sequence.finished]:
         if drops_rows and len(unfinished) < len(cached):
-            run.select([cached.index(row) for row in unfinished])
-            cached = unfinished
-        if len(unfinished) != active:
-            active = len(unfinished)
-            limit = max(_depth_limit_of_row(batch, row) for row in unfinished)
+            run.select([row.place for row in unfinished])
+            cached = [replace(row, place=place) for place, row in enumerate(unfinished)]
+            unfinished = cached
+        if len(unfinished) != drafting:
+            policy = _policy(run, unfinished, batch)
             for row in unfinished:
-                policy = _policy(run, drafter, options, limit, active)
-                if row in generators:
-                    generators[row].policy = policy
+                if drafting:
+                    row.generator.policy = policy
                 else:
-                    known = features.pop(row)
-                    generators[row] = FalconCandidateGenerator(drafter, run.model, options, head)
-                    head = generators[row].head
-                    generators[row].is_late = batch.rows[row].is_late
-                    generators[row].start(known, 0, policy, padding=batch.prompts.shape[1] - known.shape[1])
-        with statistics.measure("drafter", drafter.device):
-            drafted = _propose({row: generators[row] for row in unfinished}, batch)
-            trees = [drafted[row] if row in drafted else single_node(batch.rows[row].root) for row in cached]
-        with statistics.measure("target", run.model.device) as watch:
-            logits, scored = run.score(trees)
-        choices: Tensor | None = None
-        if all(sequence.is_argmax for sequence in batch.rows):
-            [choices] = to_host(logits.max(dim=-1).indices)
-        verified = [(no_path, 0)] * len(cached)
-        for place, (row, tree) in enumerate(zip(cached, trees)):
-            if row in unfinished and choices is not None:
-                verified[place] = verify_greedy(tree, choices[place, : len(tree)], batch.rows[row])
-            elif row in unfinished:
-                verified[place] = verify(tree, logits[place, : len(tree)], batch.rows[row])
-        run.accept([path for path, _ in verified])
-        for place, (row, tree) in enumerate(zip(cached, trees)):
-            path, accepted = verified[place]
-            if row in unfinished:
-                generators[row].update(
-                    tree,
-                    path,
-                    accepted,
-                    scored[place : place + 1, to_device(path, scored.device)],
-                    batch.rows[row].token_ids,
-                    watch,
-                    logits.shape[1],
-                )
-                statistics.add_round(len(tree) - 1, accepted)
+                    row.generator.start(*prompts[row.place], policy, row.sequence.is_late, run.prompt_embeds)
+            # Nothing else keeps the prompt's features: a row drops them once it drafts.
+            prompts, drafting = [], len(unfinished)
+        with statistics.measure("drafter", generators[0].drafter.device):
+            drafted = _propose(run, unfinished, batch)
+            trees = [drafted.get(row.place) or single_node(row.sequence.root) for row in cached]
+        with statistics.measure("target", device) as watch:
+            logits, features = run.score(trees, [row.sequence.token_ids for row in cached])
+        nodes = run.deferred + logits.shape[1]
+        outcomes = verify_rows(trees, logits, [row.sequence for row in cached], verification)
+        run.accept([path for path, _ in outcomes])
+        for row in unfinished:
+            tree, (path, accepted) = trees[row.place], outcomes[row.place]
+            found = features[row.place : row.place + 1, to_device(path, features.device)]
+            row.generator.update(tree, path, accepted, found, row.sequence.token_ids, watch, nodes)
+            statistics.add_round(len(tree) - 1, accepted)
         batch.stream()
     return statistics
 
 
-def _propose(generators: dict[int, FalconCandidateGenerator], batch: BatchSequence) -> dict[int, DraftTree]:
-    """The trees of a round. The target runs as many nodes for each row as for the largest, so all have one size."""
-    rounds = {
-        row: each.draft(batch.rows[row].token_ids, _depth_limit_of_row(batch, row), len(generators))
-        for row, each in generators.items()
-    }
-    collect(list(rounds.values()))
-    for row, each in generators.items():
-        each.complete(rounds[row])
-    found = [each.best() for each in rounds.values()]
+def _propose(run: TargetRun | ChainRun, rows: Sequence[Row], batch: Batch) -> dict[int, DraftTree]:
+    """
+    The trees of a round, by the places of their rows. The target runs as many nodes for each row as for the largest,
+    so all have one size.
+    """
+    rounds = [row.generator.draft(row.sequence.token_ids, _depth_limit(run, row, batch), len(rows)) for row in rows]
+    collect(rounds)
+    for row, each in zip(rows, rounds):
+        row.generator.complete(each)
+    found = [each.best() for each in rounds]
     best = torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=-torch.inf)
-    gain = torch.stack([each.expected_gain(row) for each, row in zip(generators.values(), best)]).sum(dim=0)
+    gain = torch.stack([row.generator.expected_gain(each) for row, each in zip(rows, best)]).sum(dim=0)
     size = int(gain.argmax())
-    return {
-        row: each.finish(batch.rows[row].root, lambda best: min(size, best.shape[0])) for row, each in rounds.items()
-    }
+    trees = {row.place: each.finish(row.sequence.root, size) for row, each in zip(rows, rounds)}
+    return {place: tree.likeliest_path() for place, tree in trees.items()} if isinstance(run, ChainRun) else trees
 
 
-def _assist_batch(
-    target: PreTrainedModel,
-    drafter: Drafter,
-    options: DraftOptions,
-    batch: BatchSequence,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> tuple[StatisticsRecorder, Cache]:
-    """Generates for all rows of `batch`. Returns statistics, and the cache."""
-    run = BatchedTargetRun(target, generation_config, model_kwargs, drafter.config.feature_layers)
-    # Rows that have ended leave the cache, unless the caller gets it.
-    cache_is_returned = generation_config.return_dict_in_generate or is_user_defined(run.cache)
-    try:
-        statistics = decode_batch(run, drafter, options, batch, not cache_is_returned)
-    except BaseException:
-        run.finish(None)
-        raise
-    return statistics, run.finish(batch.input_ids if cache_is_returned else None)
-
-
-def _policy(
-    run: TargetRun | ChainRun | BatchedTargetRun,
-    drafter: Drafter,
-    options: DraftOptions,
-    limit: int,
-    rows: int = 1,
-) -> DraftPolicy:
-    """
-    The drafting policy of a call.
-
-    Args:
-        limit (`int`): tokens that a path may have at most.
-        rows (`int`, *optional*, defaults to 1): rows of the batch that are not finished.
-    """
-    model = run.model
+def _policy(run: TargetRun | ChainRun, rows: Sequence[Row], batch: Batch) -> DraftPolicy:
+    """The drafting policy of `rows`, which are not finished."""
+    model, drafter, options = run.model, rows[0].generator.drafter, rows[0].generator.options
     stats = acceptance_stats_of(drafter, model)
     # On a device other than a CPU, a question after a pass would wait for the device.
     ahead = drafter.device.type != "cpu"
+    limit = max(_depth_limit(run, row, batch) for row in rows)
     if limit < 1:
         return PlainPolicy(options, stats)
     if options.num_assistant_tokens_schedule == "constant" or options.draft_tree != "dynamic":
         return DraftPolicy(options, stats, ahead)
+    acceleration = run.acceleration
     key = CostKey.of(
-        model, run.length, options.num_assistant_tokens, rows, run.acceleration.is_packed, run.acceleration.sizes
+        model, run.length, options.num_assistant_tokens, len(rows), acceleration.is_packed, acceleration.sizes
     )
     stats = stats.under(key)
     costs = costs_of(model, key, stats.costs, run.dry_run, tokens=limit + 1)
@@ -373,19 +301,10 @@ def _policy(
     return AdaptivePolicy(options, stats, costs, drafter.config.block_size, ahead, run.most_deferred)
 
 
-def _depth_limit(run: TargetRun | ChainRun, sequence: TokenSequence) -> int:
-    """A path may not be longer than the tokens that are left, minus the target's own."""
-    budget, rotary = sequence.tokens_left - 1, run.max_tree_depth()
-    return budget if rotary is None else min(budget, rotary)
-
-
-def _depth_limit_of_row(batch: BatchSequence, row: int) -> int:
-    """See `_depth_limit`; where samples are drawn a row may also be only so many steps ahead of the others."""
-    sequence = batch.rows[row]
-    limit = sequence.tokens_left - 1
-    if batch.samples:
-        limit = min(limit, batch.steps + MOST_STEPS_AHEAD - sequence.new_tokens)
-    return max(limit, 0)
+def _depth_limit(run: TargetRun | ChainRun, row: Row, batch: Batch) -> int:
+    """A path may not be longer than the tokens that the row may still emit, minus the target's own."""
+    limit, deepest = batch.tokens_left(row.sequence) - 1, run.max_tree_depth(row.place)
+    return max(0, limit if deepest is None else min(limit, deepest))
 
 
 def _warn_of_unused_fields(generation_config: GenerationConfig) -> None:
@@ -404,21 +323,23 @@ def _warn_of_other_weights(drafter: Drafter, target: PreTrainedModel) -> None:
 
 
 def _output(
-    sequence: TokenSequence | BatchSequence,
+    batch: Batch,
     statistics: StatisticsRecorder,
     cache: Cache,
     generation_config: GenerationConfig,
-    layer_outputs: LayerOutputs | None = None,
+    layer_outputs: LayerOutputs,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """What `generate` returns."""
     if not generation_config.return_dict_in_generate:
-        return sequence.input_ids
+        return batch.input_ids
+    # Calls for several rows do not ask for scores, logits or the outputs of layers.
+    first = batch.rows[0]
     return FalconGenerateOutput(
-        sequences=sequence.input_ids,
-        scores=sequence.scores,
-        logits=sequence.logits,
-        attentions=None if layer_outputs is None else layer_outputs.attentions,
-        hidden_states=None if layer_outputs is None else layer_outputs.hidden_states,
+        sequences=batch.input_ids,
+        scores=first.scores,
+        logits=first.logits,
+        attentions=layer_outputs.attentions,
+        hidden_states=layer_outputs.hidden_states,
         past_key_values=cache,
-        draft_statistics=statistics.result(sequence.new_tokens, sequence.near_ties),
+        draft_statistics=statistics.result(batch.new_tokens, first.near_ties),
     )

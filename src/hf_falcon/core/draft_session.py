@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from .caches import STATIC_SLOTS, DraftCache
+from .caches import DraftCache
 from .checkpoint_files import embedding_fingerprint, weights_fingerprint
 from .configuration_falcon_draft import logit_processing
 from .interfaces import DraftedBlocks, DrafterAcceleration
@@ -295,8 +295,7 @@ class BlockSession:
         self._block_size: int = drafter.config.block_size
         self._window: int | None = drafter.window
         self._device: torch.device = drafter.device
-        slots = STATIC_SLOTS if acceleration.wants_static_shapes else None
-        self._cache = DraftCache(drafter.config.num_hidden_layers, slots)
+        self._cache = DraftCache(drafter.config.num_hidden_layers, acceleration.wants_static_shapes)
         self._first_position = 0
         self._committed = 0
         # The LSTM state after the committed positions, and of the blocks of the last pass.

@@ -187,13 +187,11 @@ class TargetAcceleration:
         sizes (`tuple[int, ...]`): numbers of nodes that forwards are compiled for, in ascending order.
         is_packed (`bool`): whether the target's weights are packed.
         wants_static_shapes (`bool`): whether the cache has the same shapes and addresses in every round.
-        wants_layers_apart (`bool`): whether each layer of the cache has buffers of its own.
     """
 
     sizes: tuple[int, ...] = ()
     is_packed: bool = False
     wants_static_shapes: bool = False
-    wants_layers_apart: bool = False
 
     def padded_size(self, nodes: int) -> int:
         """Nodes that a tree of `nodes` nodes is padded to before it is scored."""

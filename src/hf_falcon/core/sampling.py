@@ -26,7 +26,7 @@ from .interfaces import DraftedBlocks, Drafter
 from .statistics import StatisticsRecorder
 from .target_run import TargetRun
 from .tree import DraftTree, DynamicTree, StaticTree, to_device, validate_paths
-from .verification import TokenSequence, verify, walk
+from .verification import Batch, TokenSequence, verify, walk
 
 # These read the scores alone, and are applied to the drafter's distribution as to the target's. Processors that read
 # the text are left out, as every node has another text: without them q fits p a little worse, and the output is the
@@ -216,17 +216,16 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
         return DynamicTree(tree.num_nodes + 1, tree.max_depth + 1, tree.max_children, tree.width)
 
 
-def decode_multi_root(
-    run: TargetRun, generator: MultiRootCandidateGenerator, sequence: TokenSequence
-) -> StatisticsRecorder:
-    """See [`decoding.decode`]."""
-    statistics = StatisticsRecorder()
+def decode_multi_root(run: TargetRun, generator: MultiRootCandidateGenerator, batch: Batch) -> StatisticsRecorder:
+    """See [`decoding.decode`]; for a batch of one row."""
+    statistics, [sequence] = StatisticsRecorder(), batch.rows
     # Tokens are streamed once their root is chosen.
     streamer, sequence.streamer = sequence.streamer, None
     generator.is_late = sequence.is_late
     size, streamed = generator.block_size, sequence.token_ids.shape[1]
     with statistics.measure("target", run.model.device):
-        logits, held = run.prefill(sequence.input_ids)
+        logits, [prompt] = run.prefill(batch.prompts)
+        held = prompt.features
     sequence.emit(int(sequence.choose(logits)))
     while True:
         certain = sequence.token_ids.shape[1] - (not sequence.finished)
@@ -235,6 +234,7 @@ def decode_multi_root(
                 streamer.put(token)
         streamed = certain
         if sequence.finished:
+            batch.stream()
             return statistics
         deepest = run.max_tree_depth()
         limit = sequence.tokens_left - 1 if deepest is None else min(sequence.tokens_left - 1, deepest)
@@ -248,7 +248,7 @@ def decode_multi_root(
             known = sequence.token_ids[:, :-1]
             tree = generator.propose_roots(known, held, torch.tensor(list(forks)), log_probs, limit)
         with statistics.measure("target", run.model.device):
-            scored, features = run.score(tree, sequence.token_ids)
+            [scored], features = run.score([tree], [sequence.token_ids])
         best, path, accepted = sequence, tree.parents[:0], -1
         # The token that the target drew comes first, and stays where no other is followed by more.
         for root in (tree.depths == 0).nonzero()[:, 0]:
@@ -257,7 +257,7 @@ def decode_multi_root(
             found, count = verify(_subtree(tree, nodes), scored[to_device(nodes, scored.device)], fork)
             if count > accepted:
                 best, path, accepted = fork, nodes[found], count
-        run.accept(path)
+        run.accept([path])
         held = torch.cat((held, features[:, to_device(path, features.device)]), dim=1)
         logits = scored[int(path[-1])][None]
         vars(sequence).update(vars(best))

@@ -17,7 +17,7 @@ import heapq
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -120,8 +120,8 @@ def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
 
 def single_node(root: Tensor) -> DraftTree:
     """The tree of the root alone, of shape `(1,)`: a step of plain decoding."""
-    zero = torch.zeros(1, dtype=torch.long)
-    return DraftTree(root, zero, zero, torch.ones(1, 1, dtype=torch.bool))
+    zero = torch.zeros_like(root)
+    return DraftTree(root, zero, zero, torch.ones(1, 1, dtype=torch.bool, device=root.device))
 
 
 def chain(token_ids: Tensor) -> DraftTree:
@@ -287,7 +287,7 @@ class StaticRound:
         if not self._is_collected:
             self._candidates, self._is_collected = candidates, True
 
-    def finish(self, root: Tensor, size: Callable[[Tensor], int] = len) -> DraftTree:
+    def finish(self, root: Tensor, size: int | None = None) -> DraftTree:
         """See [`DynamicRound.finish`]. The size of a static tree is fixed."""
         collect([self])
         tree = self._tree
@@ -444,22 +444,20 @@ class DynamicRound:
             )
             self._path_length = token_ids.shape[0]
 
-    def finish(self, root: Tensor, size: Callable[[Tensor], int] = len) -> DraftTree:
+    def finish(self, root: Tensor, size: int | None = None) -> DraftTree:
         """
         The tree to verify.
 
         Args:
             root (`torch.LongTensor` of shape `(1,)`): the newest token, on the host.
-            size (`Callable[[Tensor], int]`, *optional*):
-                Returns the number of nodes to keep, given their log-probabilities in descending order. By default all
-                nodes are kept.
+            size (`int`, *optional*): nodes to keep, the most probable ones; `num_nodes` by default.
         """
         collect([self])
         assert self._collected is not None
         scores, tokens, parents = self._collected
         # Parents have smaller numbers, so a stable sort keeps a parent before a child of the same probability.
         best = scores.sort(descending=True, stable=True)
-        count = size(best.values[: self._tree.num_nodes]) if scores.shape[0] else 0
+        count = min(scores.shape[0], self._tree.num_nodes if size is None else size)
         if count == 0:
             return single_node(root)
         chosen = best.indices[:count].sort().values

@@ -10,7 +10,7 @@ seed the same sample, up to the rounding of the target's own logits.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -28,8 +28,11 @@ from .hook import allowed_tokens_function, pad_token
 from .statistics import NearTies
 from .tree import DraftTree, to_device, to_host
 
+# Verifies the tree of a row; see [`verify`].
+Verification = Callable[[DraftTree, Tensor, "TokenSequence"], tuple[Tensor, int]]
+
 # Steps that the fastest row may be ahead of the slowest: the noise of a step is kept until all rows have used it.
-MOST_STEPS_AHEAD = 64
+_MOST_STEPS_AHEAD = 64
 
 
 class StepNoise:
@@ -215,6 +218,42 @@ def _draw(probs: Tensor) -> Tensor:
     return torch.multinomial(probs, num_samples=1).squeeze(1)
 
 
+def verify_rows(
+    trees: Sequence[DraftTree],
+    logits: Tensor,
+    sequences: Sequence[TokenSequence],
+    verification: Verification | None = None,
+) -> list[tuple[Tensor, int]]:
+    """
+    Verifies the trees of a round.
+
+    Args:
+        trees (sequence of [`DraftTree`]): the tree of each row.
+        logits (`torch.Tensor` of shape `(rows, nodes, vocab_size)`): the target's logits after each node.
+        sequences (sequence of [`TokenSequence`]): the rows. They grow by what is emitted, unless they have ended.
+        verification (`Callable`, *optional*): verifies one tree; [`verify`] by default.
+
+    Returns:
+        For each row what [`verify`] returns; no nodes for a row that had ended.
+    """
+    choices: Tensor | None = None
+    if all(sequence.is_argmax for sequence in sequences):
+        # The first of equal maxima, like `argmax`, which takes several times as long on a CPU.
+        [choices] = to_host(logits.max(dim=-1).indices)
+    outcomes = []
+    for row, (tree, sequence) in enumerate(zip(trees, sequences)):
+        if sequence.finished:
+            outcomes.append((tree.parents[:0], 0))
+        elif choices is None:
+            outcomes.append((verification or verify)(tree, logits[row, : len(tree)], sequence))
+        else:
+            path, accepted = verify_greedy(tree, choices[row, : len(tree)], sequence)
+            if sequence.near_ties is not None:
+                sequence.near_ties.observe(logits[row, to_device(path, logits.device)])
+            outcomes.append((path, accepted))
+    return outcomes
+
+
 def verify(tree: DraftTree, logits: Tensor, sequence: TokenSequence) -> tuple[Tensor, int]:
     """
     Walks down the tree for as long as the target agrees, emitting every token it chooses.
@@ -229,13 +268,6 @@ def verify(tree: DraftTree, logits: Tensor, sequence: TokenSequence) -> tuple[Te
         were emitted, as the last emitted token has not been run. They are on the host. And how many emitted tokens
         were draft tokens.
     """
-    if sequence.is_argmax:
-        # The first of equal maxima, like `argmax`, which takes several times as long on a CPU.
-        [choices] = to_host(logits.max(dim=-1).indices)
-        path, accepted = verify_greedy(tree, choices, sequence)
-        if sequence.near_ties is not None:
-            sequence.near_ties.observe(logits[to_device(path, logits.device)])
-        return path, accepted
     return walk(tree, sequence, lambda node, children: sequence.choose(logits[node][None]))
 
 
@@ -305,20 +337,17 @@ def greedy_path(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor]:
     return path, choices[path]
 
 
-class BatchSequence:
+class Batch:
     """
-    The sequences of one `generate` call for a batch. Each row takes a step of plain decoding when it reaches it.
+    The sequences of one `generate` call. Each row takes a step of plain decoding when it reaches it.
 
     Args:
-        input_ids (`torch.LongTensor` of shape `(rows, length)`): the prompts, padded on the left.
+        input_ids (`torch.LongTensor` of shape `(rows, length)`): the prompts, of one length by padding.
         logits_processor ([`LogitsProcessorList`]): processors and warpers of the call.
         stopping_criteria ([`StoppingCriteriaList`]): when rows end.
         generation_config ([`GenerationConfig`]): configuration of the call.
         streamer ([`BaseStreamer`], *optional*): gets the tokens of a step once all rows have them.
     """
-
-    # A call that asks for these is decoded plainly.
-    scores = logits = None
 
     def __init__(
         self,
@@ -329,26 +358,23 @@ class BatchSequence:
         streamer: BaseStreamer | None = None,
     ):
         self.prompts = input_ids
-        # Recorded for a single row only: see [`DraftStatistics`].
-        self.near_ties = None
         self.noise = StepNoise(input_ids.shape[0])
-        self.samples = generation_config.do_sample
+        self._samples = generation_config.do_sample
+        self._streamer = streamer
+        self._streamed = 0
+        padding = pad_token(generation_config)
+        self._padding = None if padding is None else int(padding)
+        call = stopping_criteria, generation_config
+        if input_ids.shape[0] == 1:
+            self.rows = [TokenSequence(input_ids, logits_processor, *call, streamer)]
+            return
         self.rows = [
-            TokenSequence(
-                ids,
-                _processors_of_row(logits_processor, row),
-                stopping_criteria,
-                generation_config,
-                draw=partial(self._draw, row),
-            )
+            TokenSequence(ids, _processors_of_row(logits_processor, row), *call, draw=partial(self._draw, row))
             for row, ids in enumerate(input_ids.split(1))
         ]
         for sequence in self.rows:
+            # Recorded for a single row only: see [`DraftStatistics`].
             sequence.near_ties = None
-        padding = pad_token(generation_config)
-        self._padding = None if padding is None else int(padding)
-        self._streamer = streamer
-        self._streamed = 0
 
     @property
     def input_ids(self) -> Tensor:
@@ -380,17 +406,25 @@ class BatchSequence:
         """Tokens that the longest row has emitted."""
         return max(row.new_tokens for row in self.rows)
 
+    def tokens_left(self, sequence: TokenSequence) -> int:
+        """Tokens that a row may emit now: where samples are drawn, it may be only so far ahead of the others."""
+        if len(self.rows) == 1 or not self._samples:
+            return sequence.tokens_left
+        return min(sequence.tokens_left, self.steps + _MOST_STEPS_AHEAD + 1 - sequence.new_tokens)
+
     def stream(self) -> None:
-        """Streams the steps that all rows have reached, and drops their noise."""
+        """Streams the steps that all rows have reached, and drops their noise. A single row streams by itself."""
         steps = self.steps
         self.noise.drop(steps)
-        if self._streamer is not None and steps > self._streamed:
+        if self._streamer is None:
+            return
+        if len(self.rows) > 1 and steps > self._streamed:
             first = self.prompts.shape[1]
             for step in self.token_ids[:, first + self._streamed : first + steps].unbind(dim=1):
                 self._streamer.put(step)
             self._streamed = steps
-            if all(row.finished for row in self.rows):
-                self._streamer.end()
+        if all(row.finished for row in self.rows):
+            self._streamer.end()
 
     def _draw(self, row: int, probs: Tensor) -> Tensor:
         return self.noise.draw(probs, row, self.rows[row].new_tokens)

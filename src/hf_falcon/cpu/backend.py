@@ -42,10 +42,6 @@ class CpuTarget(TargetAcceleration):
     def wants_static_shapes(self) -> bool:  # type: ignore[override]
         return self.compiled is not None and captures_graphs(self._target.device)
 
-    @property
-    def wants_layers_apart(self) -> bool:  # type: ignore[override]
-        return self.compiled is not None
-
     @cached_property
     def is_packed(self) -> bool:  # type: ignore[override]
         return is_packed(self._target)

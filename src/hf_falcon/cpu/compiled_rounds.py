@@ -20,7 +20,7 @@ from transformers import Cache, CompileConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import output_capturing
 
-from ..core.caches import StackedLayer
+from ..core.caches import SlotLayer
 from ..core.target_parts import decoder_layers, decoder_of
 from .compiled_code import CompiledCode, captures_graphs, mark_rows, write_rows
 from .compiled_passes import CompiledPasses
@@ -318,17 +318,13 @@ def _acts(hook: Callable[..., Any]) -> bool:
     return getattr(hook, "__module__", None) != output_capturing.__name__
 
 
-def _tree_rows(layer: DynamicLayer, nodes: int, slots: Tensor) -> TreeRows:
-    """The rows that a layer of a cache attends to, with room for `nodes` nodes at `slots`."""
-    if not isinstance(layer, StackedLayer):
-        states = (layer.keys, layer.values)
-        keys, values = layer.update(*(each.new_empty(*each.shape[:-2], nodes, each.shape[-1]) for each in states))
-    else:
-        keys, values = layer.room(nodes)
-    is_static = isinstance(layer, StackedLayer) and layer.has_static_slots
-    for rows in (keys, values):
-        mark_rows(rows, is_static)
-    return TreeRows(keys, values, nodes, slots.to(keys.device) if is_static else None)
+def _tree_rows(layer: SlotLayer, nodes: int, slots: Tensor) -> TreeRows:
+    """The slots that a layer of a cache attends to, with room for `nodes` nodes at `slots`."""
+    keys, values = layer.room(nodes)
+    is_static = layer.has_static_slots
+    for states in (keys, values):
+        mark_rows(states, is_static)
+    return TreeRows(keys, values, nodes, slots.to(keys.device) - layer.offset if is_static else None)
 
 
 # The compiled rounds of each target that `compile_rounds` was called for.

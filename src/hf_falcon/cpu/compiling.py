@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import CompileConfig, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
-from ..core.caches import STATIC_SLOTS, DraftCache
+from ..core.caches import DraftCache
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
 from ..core.modeling_falcon_draft import hide_end
@@ -259,8 +259,7 @@ class PassDryRun:
     def __init__(self, passes: CompiledPasses, drafter: Any, head: CompiledHead, length: int):
         self._passes, self._drafter, self._head = passes, drafter, head
         self._linears = linears_of(drafter), linears_of(head.linear)
-        slots = STATIC_SLOTS if captures_graphs(drafter.device) else None
-        self._cache = DraftCache(drafter.config.num_hidden_layers, slots)
+        self._cache = DraftCache(drafter.config.num_hidden_layers, captures_graphs(drafter.device))
         drafter.run_layers(*self._inputs(length), self._cache)
         self._cache.advance(length)
 
