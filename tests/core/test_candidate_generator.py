@@ -256,6 +256,11 @@ def test_rejected_branches_leave_no_trace(target):
     assert torch.equal(drafting.propose().token_ids, other.propose().token_ids)
 
 
+def _committed(drafting: Drafting, length: int) -> list[torch.Tensor]:
+    """Keys and values of the first `length` positions in the drafter's cache."""
+    return [part[:, :, :length] for layer in drafting.generator.session._cache._layers for part in layer.parts]
+
+
 @pytest.mark.parametrize("lstm_layers", [0, 2])
 def test_a_branch_is_seen_by_its_descendants_alone(target, monkeypatch, lstm_layers):
     # The tree is static: the shape of what follows must not depend on the predictions.
@@ -264,8 +269,7 @@ def test_a_branch_is_seen_by_its_descendants_alone(target, monkeypatch, lstm_lay
     drafting.commit(0, 9)
     drafting.propose()
     before, parents = drafting.predictions[1:], [found.blocks for found in drafting.drafted]
-    layers = range(drafting.drafter.config.num_hidden_layers)
-    cached = [rows.clone() for layer in layers for rows in drafting.generator.session._cache.rows(layer, 9)]
+    cached = [states.clone() for states in _committed(drafting, 9)]
     width = len(parents[0])
     assert width > 2 and len(parents[1]) > 1
 
@@ -289,8 +293,7 @@ def test_a_branch_is_seen_by_its_descendants_alone(target, monkeypatch, lstm_lay
             affected = affected if blocks is None else affected[blocks]
             differs = (found - expected).abs().amax(dim=(1, 2))
             assert (differs[affected] > 1e-2).all() and (differs[~affected] < 1e-6).all()
-    found = [rows for layer in layers for rows in drafting.generator.session._cache.rows(layer, 9)]
-    assert all(map(torch.equal, found, cached))
+    assert all(map(torch.equal, _committed(drafting, 9), cached))
 
 
 def test_a_drafter_that_overflows_still_drafts_a_tree(target):

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_falcon import FalconDraftConfig, FalconDraftModel
 from hf_falcon.core import decoding
-from hf_falcon.core.caches import Rewind, stack_layers
+from hf_falcon.core.caches import Rewind, RowSlots
 from hf_falcon.core.target_run import ChainRun, chain_fault
 from hf_falcon.core.tree import DraftTree, ancestor_mask, chain
 
@@ -49,9 +49,9 @@ def runs(monkeypatch):
             self.rounds = []
             made.append(self)
 
-        def score(self, tree, input_ids):
-            self.rounds.append((self.deferred, len(tree)))
-            return super().score(tree, input_ids)
+        def score(self, trees, texts):
+            self.rounds.append((self.deferred, len(trees[0])))
+            return super().score(trees, texts)
 
     monkeypatch.setattr(decoding, "ChainRun", Recorded)
     return made
@@ -304,9 +304,8 @@ def test_rewind(kinds, seed):
     start = rows(8)
     add(cache, start)
     add(plain, start)
-    stack_layers(cache)
-    rewind = Rewind(cache)
-    assert rewind.drops_rows == (kinds != "odd")
+    rewind = Rewind(cache, RowSlots([8], start.device))
+    assert rewind.drops_tokens == (kinds != "odd")
     for _ in range(12):
         new = rows(generator.randint(1, 5))
         rewind.mark()
@@ -319,6 +318,7 @@ def test_rewind(kinds, seed):
                 add(plain, each)
         else:
             assert kinds == "odd" and kept < count
+    rewind.finish()
     for ours, theirs in zip(cache.layers, plain.layers, strict=True):
         assert ours.get_seq_length() == theirs.get_seq_length()
         assert ours.keys.equal(theirs.keys) and ours.values.equal(theirs.values)

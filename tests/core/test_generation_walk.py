@@ -39,7 +39,7 @@ from transformers import (
 
 import hf_falcon
 from hf_falcon import DraftOptions
-from hf_falcon.core.candidate_generator import FalconCandidateGenerator
+from hf_falcon.core.target_run import TargetRun
 
 NEW_TOKENS = 24
 PROMPT = 9
@@ -538,15 +538,14 @@ def test_a_call_sets_options_of_drafting(monkeypatch):
 
 def test_embeddings_are_drafted_from_like_tokens(monkeypatch):
     """The drafter reads the prompt's embeddings where it has no tokens, and so drafts the same trees."""
-    target, propose = tiny_target("llama"), FalconCandidateGenerator.propose
+    target, score = tiny_target("llama"), TargetRun.score
     drafted: list[list[list[int]]] = []
 
-    def record(*args, **kwargs):
-        tree = propose(*args, **kwargs)
-        drafted[-1].append(tree.token_ids.tolist())
-        return tree
+    def record(self, trees, texts):
+        drafted[-1].append(trees[0].token_ids.tolist())
+        return score(self, trees, texts)
 
-    monkeypatch.setattr(FalconCandidateGenerator, "propose", record)
+    monkeypatch.setattr(TargetRun, "score", record)
     for settings in ({}, {"inputs": None, "inputs_embeds": _embeds()}):
         drafted.append([])
         _generate(target, settings, assistant_model=tiny_drafter(target))

@@ -137,9 +137,9 @@ def test_placeholders_beyond_the_vocabulary(monkeypatch):
     drafted = []
     score = TargetRun.score
 
-    def record(self, tree, input_ids):
-        drafted.extend(tree.token_ids.tolist())
-        return score(self, tree, input_ids)
+    def record(self, trees, texts):
+        drafted.extend(trees[0].token_ids.tolist())
+        return score(self, trees, texts)
 
     monkeypatch.setattr(TargetRun, "score", record)
     expected = generate(model, prompt, prefix_allowed_tokens_fn=allowed)

@@ -121,7 +121,8 @@ def draft(decision: DraftDecision, text: Text) -> tuple[DraftTree, list[PassChec
             goes_on = passes < PASSES and (
                 (decision.probe_pass and passes == 1) or checks[-1].continuation >= decision.pass_threshold
             )
-    return tree_round.finish(torch.zeros(1, dtype=torch.long), decision.size), checks, tree_round.depth
+    size = decision.size(tree_round.best())
+    return tree_round.finish(torch.zeros(1, dtype=torch.long), size), checks, tree_round.depth
 
 
 def right_path(tree: DraftTree, probs: list[float], draws: random.Random) -> list[int]:

@@ -189,7 +189,7 @@ def _compare_batch(model: PreTrainedModel, prompt: Prompt, drafter: FalconDraftM
         # Images of several rows may be given in another shape.
         return UNTRIED
     with pytest.MonkeyPatch.context() as patch:
-        use_batch_oracle(patch, expected, (_PADDING, 0), (0.8, 0.5))
+        use_batch_oracle(patch, expected, (0.8, 0.5))
         output = _generate(model, rows, assistant_model=drafter, output_logits=False)
     output, statistics = output.sequences, getattr(output, "draft_statistics", None)
     if output.tolist() != expected.tolist():

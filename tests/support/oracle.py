@@ -64,7 +64,7 @@ class OracleCandidateGenerator(FalconCandidateGenerator):
         newest = self._next_position
         for offset in range(size):
             self._depth += 1
-            place = newest + self._depth
+            place = newest + self._depth + self._padding
             rank = self._ranks[self._depth - 1] if self._depth <= len(self._ranks) else 0
             rank = min(rank, children - 1)
             true = self._truth[place] if place < len(self._truth) else 0
@@ -118,17 +118,16 @@ def use_oracle(monkeypatch, truth: Tensor, accuracy: float = 1.0, scattered: boo
     return made
 
 
-def use_batch_oracle(monkeypatch, truth: Tensor, paddings: Iterable[int], accuracies: Iterable[float]) -> None:
+def use_batch_oracle(monkeypatch, truth: Tensor, accuracies: Iterable[float]) -> None:
     """
     Makes the next batch draft with oracles.
 
     Args:
         truth (`torch.LongTensor` of shape `(rows, length)`): what plain decoding gives.
-        paddings (`Iterable[int]`): tokens of padding before each row's text.
         accuracies (`Iterable[float]`): how often each row's oracle is right.
     """
     makers = iter(
-        functools.partial(OracleCandidateGenerator, truth=row[padding:], accuracy=accuracy, scattered=False, seed=0)
-        for row, padding, accuracy in zip(truth.tolist(), paddings, accuracies)
+        functools.partial(OracleCandidateGenerator, truth=row, accuracy=accuracy, scattered=False, seed=0)
+        for row, accuracy in zip(truth.tolist(), accuracies)
     )
     monkeypatch.setattr("hf_falcon.core.decoding.FalconCandidateGenerator", lambda *args: next(makers)(*args))

@@ -40,18 +40,16 @@ class SlotBuffer:
 
     def __init__(self, is_static: bool = False):
         self.is_static = is_static
-        self._parts: list[Tensor] = []
-
-    @property
-    def parts(self) -> tuple[Tensor, Tensor]:
-        """The buffers of keys and of values, with all slots."""
-        keys, values = self._parts
-        return keys, values
+        # Keys and values together, or one after the other where their shapes differ: of shape
+        # `(1 or 2, rows, heads, slots, head_dim)`.
+        self.blocks: list[Tensor] = []
+        # The buffers of keys and of values, with all slots.
+        self.parts: tuple[Tensor, ...] = ()
 
     @property
     def size(self) -> int:
         """Slots, used or not."""
-        return self._parts[0].shape[2] if self._parts else 0
+        return self.parts[0].shape[2] if self.parts else 0
 
     def size_for(self, end: int) -> int:
         """Slots once `end` of them are used."""
@@ -66,15 +64,19 @@ class SlotBuffer:
         size = self.size_for(end)
         if size == self.size:
             return
-        known, self._parts = self._parts or [each[:, :, :0] for each in states], []
-        while known:
-            # One after the other: the old keys are freed before there is room for the new values.
-            old = known.pop(0)
-            new = old.new_empty(*old.shape[:2], size, old.shape[3])
-            new[:, :, : old.shape[2]] = old
+        if not self.blocks:
+            keys, values = (each[:, :, :0] for each in states)
+            together = keys.shape == values.shape and keys.dtype == values.dtype
+            self.blocks = [torch.stack((keys, values))] if together else [keys[None], values[None]]
+        # One after the other: the old block is freed before the next one grows.
+        self.parts = ()
+        for place, old in enumerate(self.blocks):
+            used = old.shape[3]
+            self.blocks[place] = new = old.new_empty(*old.shape[:3], size, old.shape[4])
+            new[..., :used, :] = old
             # A slot that no row sees may not hold NaN.
-            new[:, :, old.shape[2] :] = 0
-            self._parts.append(new)
+            new[..., used:, :] = 0
+        self._split()
 
     def seen(self, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `end` slots; of all, if they are static."""
@@ -87,7 +89,21 @@ class SlotBuffer:
 
     def select(self, rows: Tensor) -> None:
         """Drops all rows but those at these indices."""
-        self._parts = [each.index_select(0, rows) for each in self._parts]
+        self.blocks = [block.index_select(1, rows) for block in self.blocks]
+        self._split()
+
+    def move(self, sources: Tensor, targets: Tensor) -> None:
+        """Copies the states of each row from the slots `sources` to `targets`, of shape `(rows, count)`."""
+        for block in self.blocks:
+            # Gathered first, then written: sources and targets overlap.
+            if block.shape[1] == 1:
+                block.index_copy_(3, targets[0], block.index_select(3, sources[0]))
+            else:
+                rows = torch.arange(block.shape[1], device=block.device)[:, None]
+                block[:, rows, :, targets] = block[:, rows, :, sources]
+
+    def _split(self) -> None:
+        self.parts = tuple(part for block in self.blocks for part in block.unbind(0))
 
 
 class DraftCache:
@@ -215,11 +231,14 @@ class SlotLayer(DynamicLayer):
         self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
         self.is_sliding = layer.is_sliding
         self._layer, self._slots = layer, slots
+        # Tokens that the layer lets a token see, itself included.
+        self.sliding_window: int | None = None
+        # The same, or one more, if the layer is to hold one more in the end.
         self._window: int | None = None
-        if self.is_sliding:
-            # Slots that the layer is to hold in the end.
-            own = layer.max_cache_len + 1 if isinstance(layer, StaticLayer) else layer.sliding_window
-            self._window = max(own, window or 0)
+        if isinstance(layer, StaticSlidingWindowLayer):
+            self.sliding_window, self._window = window, max(window or 0, layer.max_cache_len + 1)
+        elif self.is_sliding:
+            self.sliding_window = self._window = layer.sliding_window
         length = slots.longest
         used = min(length, layer.keys.shape[2])
         # The slot that comes first in the buffer.
@@ -256,10 +275,12 @@ class SlotLayer(DynamicLayer):
             start = slots.longest - self.offset
             self._write(slice(None), slice(start, start + new), (key_states, value_states))
         else:
-            places = slots.next(new, key_states.device) - self.offset
+            places = slots.next(new, key_states.device)
+            places = places - self.offset if self.offset else places
             # With two index tensors around a slice, the dimension of the slice comes last.
             states = key_states.transpose(1, 2), value_states.transpose(1, 2)
-            self._write(self._row_numbers(), places, states)
+            rows = torch.arange(len(slots), device=key_states.device)[:, None]
+            self._write(rows, places, states)
         return seen
 
     def room(self, new: int) -> tuple[Tensor, Tensor]:
@@ -287,13 +308,10 @@ class SlotLayer(DynamicLayer):
         return self._buffer.seen_slots(end - self.offset), self.offset
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Moves the states of each row from the slots `sources` to `targets`, of shape `(rows, count)`."""
-        sources, targets, rows = sources - self.offset, targets - self.offset, self._row_numbers()
-        for part in self._buffer.parts:
-            if part.shape[0] == 1:
-                part.index_copy_(2, targets[0], part.index_select(2, sources[0]))
-            else:
-                part[rows, :, targets] = part[rows, :, sources]
+        """See [`SlotBuffer.move`]."""
+        if self.offset:
+            sources, targets = sources - self.offset, targets - self.offset
+        self._buffer.move(sources, targets)
 
     def select(self, rows: Tensor) -> None:
         """Drops all rows but those at these indices."""
@@ -305,6 +323,9 @@ class SlotLayer(DynamicLayer):
         keys, values = (part[:, :, : length - self.offset] for part in self._buffer.parts)
         if isinstance(layer, StaticLayer):
             layer.reset()
+            if keys.shape[0] != layer.keys.shape[0]:
+                # Rows have left it, so nobody reads it any more.
+                return layer
             if isinstance(layer, StaticSlidingWindowLayer):
                 keys, values = keys[:, :, -layer.max_cache_len :], values[:, :, -layer.max_cache_len :]
             layer.update(keys, values)
@@ -331,9 +352,6 @@ class SlotLayer(DynamicLayer):
             for part in self._buffer.parts:
                 part[:, :, : used.stop - used.start] = part[:, :, used].clone()
             self.offset = oldest
-
-    def _row_numbers(self) -> Tensor:
-        return torch.arange(len(self._slots), device=self.device)[:, None]
 
 
 # By exact type: a subclass may keep more than keys and values.

@@ -131,7 +131,7 @@ def assisted_decoding(
     _warn_of_unused_fields(generation_config)
     _warn_of_other_weights(drafter, target)
     # Before the target runs: an option that does not fit raises its error here.
-    decode_rows = _decoder(drafter, target, options, logits_processor, generation_config, model_kwargs)
+    decode_rows = _decoder(drafter, target, options, input_ids, logits_processor, generation_config, model_kwargs)
     batch = Batch(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     make_run = TargetRun if chains is None else ChainRun
     run = make_run(target, input_ids, generation_config, model_kwargs, drafter.config.feature_layers)
@@ -174,12 +174,14 @@ def _decoder(
     drafter: Drafter,
     target: PreTrainedModel,
     options: DraftOptions,
+    input_ids: Tensor,
     logits_processor: LogitsProcessorList,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
 ) -> Callable[[Any, Batch, bool], StatisticsRecorder]:
     """Decodes the rows by the call's `verification`; greedy decoding and batches are always exact."""
-    verification = options.verification if generation_config.do_sample else "exact"
+    is_exact = not generation_config.do_sample or input_ids.shape[0] > 1
+    verification = "exact" if is_exact else options.verification
     if verification == "speculative":
         sampling = SamplingCandidateGenerator(drafter, target, options, logits_processor)
         choose = partial(verify_speculative, head=sampling.context)

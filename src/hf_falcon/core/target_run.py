@@ -164,7 +164,8 @@ class TargetRun:
         """
         if len(texts) == 1 and (inputs := self._fresh_start(texts[0])) is not None:
             with self._tap as tap:
-                outputs = self._outputs = self.model(**inputs, return_dict=True)
+                outputs = self.model(**inputs, return_dict=True)
+            self.layer_outputs.add_step(outputs)
             self._release()
             self._adopt(outputs.past_key_values, new_tokens=1)
             return outputs.logits[:, -1:], tap.take()[:, -1:]
@@ -295,16 +296,12 @@ class TargetRun:
 
     def _keep_outputs(self, paths: Sequence[Tensor]) -> None:
         outputs, self._outputs = self._outputs, None
-        if not self.layer_outputs.arguments:
-            return
-        # Rows of a batch are decoded plainly if the call asks for these.
-        [path] = paths
-        if outputs.logits.shape[1] == 1:
-            self.layer_outputs.add_step(outputs)
-        else:
-            windows = {kind: getattr(self._config, "sliding_window", None) for kind in self._kinds if kind == SLIDING}
+        if outputs is not None and self.layer_outputs.arguments:
+            # Rows of a batch are decoded plainly if the call asks for these.
+            [path] = paths
+            windows = {kind: getattr(self._layer_of_kind(kind), "sliding_window", None) for kind in self._kinds}
             kinds = getattr(self._config, "layer_types", None) or self._kinds * self._config.num_hidden_layers
-            self.layer_outputs.add_path(outputs, path, [windows.get(kind) for kind in kinds])
+            self.layer_outputs.add_path(outputs, path, [windows[kind] for kind in kinds])
 
     def _mask(self, kind: str, places: Tensor, visible: Tensor) -> Tensor:
         """
