@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
+from .hook import leave_past_recording
 from .tree import to_device
 
 # Spare slots of a buffer that grows: this many, or this share of the slots in use. Growing copies the buffer, which
@@ -409,6 +410,12 @@ class Rewind:
             self._others = [layer for layer in cache.layers if not isinstance(layer, SlotLayer)]
         # Whether rejected tokens can be dropped.
         self.drops_tokens = self._has_layers and all(_drops_tokens(layer) for layer in self._others)
+        if self.drops_tokens:
+            # Convolutions then keep the inputs of a forward until they are cropped.
+            for layer in self._others:
+                if hasattr(layer, "activate_past_recording"):
+                    layer.activate_past_recording()
+                    layer.crop(0)
         self._saved: Any = None
 
     def mark(self) -> None:
@@ -455,6 +462,8 @@ class Rewind:
         """Gives the cache its own layers back."""
         if isinstance(self.cache, Cache):
             give_back(self.cache)
+        for layer in self._others:
+            leave_past_recording(layer)
 
 
 def _is_known(layer: Any) -> bool:

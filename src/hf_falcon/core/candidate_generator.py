@@ -21,7 +21,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 from .costs import Stopwatch
 from .draft_options import MOST_CANDIDATES, MOST_ROWS_OF_A_PASS, DraftOptions, check_product
 from .interfaces import DraftedBlocks, Drafter, DraftHead, drafter_acceleration
-from .policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, RoundOutcome, RoundTime
+from .policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, PlainPolicy, RoundOutcome, RoundTime
 from .target_parts import FeatureTap
 from .tree import (
     Branches,
@@ -41,6 +41,8 @@ _LENGTHS = (8, 5, 4, 3, 2)
 _LONGEST_MATCH = 32
 # Tokens of a sequence that repetitions are looked for in, and tokens that a draft vocabulary is extended by, at most.
 _CONTEXT_TOKENS, _EXTRA_TOKENS = 4096, 1024
+# Positions whose features wait for the drafter, at most, while nothing is drafted.
+_MOST_UNCOMMITTED = 1024
 # Positions that a round adds, at most, or few more.
 _ROWS_OF_A_ROUND = 16
 
@@ -374,11 +376,14 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._checks, self._passes, self._drafts = [], 0, False
         drafts, self._watch = decision.draft and max_depth > 0, Stopwatch(self._device)
         self._rows, self._new_rows = rows, 0
-        if drafts and self._uncommitted:
-            self._new_rows = new = sum(each.shape[1] for each in self._uncommitted)
+        waiting = sum(each.shape[1] for each in self._uncommitted)
+        if waiting and (drafts or (waiting > _MOST_UNCOMMITTED and self._next_position is not None)):
+            self._new_rows = waiting
             [features, *more], self._uncommitted = self._uncommitted, []
             features = torch.cat((features, *more), dim=1) if more else features
-            self.commit(features, input_ids[:, -new:], self._first_position, self._prompt_embeds)
+            self.commit(features, input_ids[:, -waiting:], self._first_position, self._prompt_embeds)
+        elif self._next_position is None:
+            self._drop_oldest(waiting, 0 if isinstance(self.policy, PlainPolicy) else _MOST_UNCOMMITTED)
         self._watch.lap()
         tree_round = self._tree.start(max_depth)
         if drafts and self._block is not None:
@@ -387,6 +392,14 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._watch.lap()
         self._drafts = drafts
         return tree_round
+
+    def _drop_oldest(self, waiting: int, most: int) -> None:
+        """Drops features of the oldest of `waiting` positions, so that the first commit begins at the newest `most`."""
+        if waiting > most:
+            newest = torch.cat(self._uncommitted, dim=1)[:, waiting - most :]
+            # A copy: a view would keep all of them.
+            self._uncommitted = [newest.clone()] if most else []
+            self._first_position += waiting - most
 
     def complete(self, tree_round: StaticRound | DynamicRound) -> None:
         """
