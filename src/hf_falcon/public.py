@@ -6,10 +6,10 @@ from transformers import AutoConfig, AutoModel
 from .core.candidate_generator import FalconCandidateGenerator
 from .core.configuration_falcon_draft import FalconDraftConfig
 from .core.draft_options import DraftOptions
+from .core.draft_statistics import DraftStatistics, FalconGenerateOutput
 from .core.drafter import DraftModel, FalconDraftModel
 from .core.hook import attach, detach, disable, enable, install, register_loader
 from .core.interfaces import DraftedBlocks, Drafter, DraftHead, DraftSession
-from .core.statistics import DraftStatistics, FalconGenerateOutput
 from .core.tree import DraftTree, DynamicTree, StaticTree, static_paths
 from .cpu import backend
 from .cpu.compiling import compile_rounds, compiled_rounds, uncompile_rounds

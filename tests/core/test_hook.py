@@ -118,7 +118,7 @@ def test_two_copies_of_the_code_wrap_once(first, second_copy):
     expected = generate(target, ids).tolist()
     for drafter, output_class in (
         (ours, FalconGenerateOutput),
-        (theirs, second_copy("statistics").FalconGenerateOutput),
+        (theirs, second_copy("draft_statistics").FalconGenerateOutput),
     ):
         output = generate(target, ids, assistant_model=drafter, return_dict_in_generate=True)
         assert output.sequences.tolist() == expected

@@ -31,10 +31,10 @@ from .caches import (
     unfold_static,
 )
 from .costs import Costs
+from .draft_statistics import LayerOutputs
 from .hook import attention_implementation, extend_model_kwargs, is_user_defined, leave_past_recording, prefill
 from .interfaces import target_acceleration
 from .modeling_falcon_draft import additive_mask, hide_end
-from .statistics import LayerOutputs
 from .target_parts import (
     CACHE_NAMES,
     SLIDING,
