@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import threading
 import weakref
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .caches import STATIC_SLOTS, DraftCache
-from .checkpoint_files import embedding_fingerprint, weights_fingerprint
+from .checkpoint_files import embedding_fingerprint, some_values, weights_fingerprint
 from .configuration_falcon_draft import logit_processing
 from .interfaces import DraftedBlocks, DrafterAcceleration
 from .modeling_falcon_draft import LSTMState, additive_mask, block_anchors, hide_end
@@ -32,15 +34,54 @@ _PREFILL_ROWS = 512
 _ROWS_OF_A_ROUND = 16
 # Rows of the identity that a quantised head multiplies at once.
 _IDENTITY_ROWS = 256
+# Of each target and drafter, the LM head's rows for the draft vocabulary, and marks of what they were copied from.
+_heads: weakref.WeakKeyDictionary[
+    PreTrainedModel, weakref.WeakKeyDictionary[Any, tuple[nn.Linear, list[TensorMark]]]
+] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 # Weight and bias of each quantised head as ordinary tensors.
 _dequantised: weakref.WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor | None]] = weakref.WeakKeyDictionary()
+
+
+class TensorMark:
+    """
+    Detects whether a tensor was replaced or changed. It refers weakly to the tensor.
+
+    Args:
+        tensor (`torch.Tensor`, *optional*): the tensor, if there is one.
+    """
+
+    def __init__(self, tensor: Tensor | None):
+        self._tensor = None if tensor is None else weakref.ref(tensor)
+        self._state = _state_of(tensor)
+
+    def is_of(self, tensor: Tensor | None) -> bool:
+        """Whether `tensor` is the marked one and unchanged; `False` too where a change cannot be detected."""
+        if tensor is None or self._tensor is None:
+            return tensor is self._tensor
+        return self._tensor() is tensor and self._state is not None and _state_of(tensor) == self._state
+
+
+def _state_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """What differs after a change; `None` where nothing shows it."""
+    if tensor is None or tensor.is_meta or tensor.is_inference():
+        return None
+    if hasattr(type(tensor), "some_values"):
+        # A packed weight takes no new values.
+        return ()
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return None
+    # What is written by way of `tensor.data` has the same version. On a device, the host would wait for the values.
+    values = some_values(tensor).tolist() if tensor.device.type == "cpu" else []
+    return tensor.data_ptr(), tensor._version, tensor.dtype, tensor.device, tensor.shape, repr(values)
 
 
 class TargetHead:
     """
     Embedding and LM head of a target, for the drafter's vocabulary, with the target's own post-processing.
 
-    One object serves one `generate` call or one training run. The drafter itself stores no part of a target.
+    One object serves one `generate` call or one training run. The rows of a draft vocabulary are copied once, and kept
+    as long as both models live and the target's head is unchanged. The drafter itself stores no part of a target.
 
     Args:
         drafter ([`FalconDraftModel`]): the drafter.
@@ -55,6 +96,8 @@ class TargetHead:
         drafter.check_target(target)
         config = drafter.config
         self._target = target
+        # Weak, because a backend keeps heads for a drafter. `None` for the head of other tokens.
+        self._drafter: Callable[[], Any] | None = weakref.ref(drafter)
         self._embedding = target.get_input_embeddings()
         # The drafter may still move: its device is read when it is needed.
         self._example = drafter.norm.weight
@@ -69,6 +112,28 @@ class TargetHead:
     @cached_property
     def linear(self) -> nn.Linear:
         """The LM head as a linear layer. It is made at its first use, because not all calls draft."""
+        drafter = None if self._drafter is None else self._drafter()
+        if drafter is None or self._known_ids is None:
+            return self._make_linear()
+        # Threads may share both models.
+        with _lock:
+            heads = _heads.setdefault(self._target, weakref.WeakKeyDictionary())
+            output: Any = self._target.get_output_embeddings()
+            # What the rows are copied from, and the buffers with their ids.
+            of_head = head_parameters(self._target) if is_quantised(output) else (output.weight, output.bias)
+            sources = [*of_head, *drafter._buffers.values()]
+            known, marks = heads.get(drafter, (None, []))
+            like = (self._example.device, self._dtype)
+            is_current = len(marks) == len(sources) and all(mark.is_of(each) for mark, each in zip(marks, sources))
+            if known is None or not is_current or (known.weight.device, known.weight.dtype) != like:
+                known = self._make_linear()
+                heads[drafter] = known, [TensorMark(each) for each in sources]
+            return known
+
+    # Training may use what a call in inference mode has made.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _make_linear(self) -> nn.Linear:
         weight, bias = head_parameters(self._target)
         if self._known_ids is not None:
             rows = self._known_ids.to(weight.device)
@@ -121,6 +186,7 @@ class TargetHead:
         if type(weight) is not nn.Parameter or weight.is_meta:
             return None
         other = copy.copy(self)
+        other._drafter = None
         for name in ("linear", "vocab_ids"):
             vars(other).pop(name, None)
         other._known_ids, other.draft_vocab_size = to_device(token_ids, weight.device), token_ids.shape[0]
