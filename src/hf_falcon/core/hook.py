@@ -22,7 +22,6 @@ import transformers
 from torch import Tensor
 from transformers import (
     AttentionInterface,
-    AutoModel,
     Cache,
     GenerationConfig,
     GenerationMixin,
@@ -32,42 +31,30 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 
-from .checkpoint_files import read_object
-
-# Set on the wrappers. Two copies of this file (the installed package, and code from the Hub) then wrap once.
+# Set on the wrappers. Two copies of this file (the installed package, and code from the Hub) then wrap once. The
+# wrappers serve the drafters of all copies: they prepare the arguments and call `drafter.assisted_decoding`.
 _MARK = "_is_falcon_hook"
-# The value of the mark: 1 wrapped `_assisted_decoding`, 2 also `_validate_generation_mode`, 3 also `generate`, 4 reads
-# attached drafters. The newest copy wraps, and serves the drafters of all copies: each drafter brings its own decoding
-# loop, and the hook only prepares the arguments and calls `drafter.assisted_decoding`. An older copy leaves newer
-# wrappers in place. Drafters of version 1 and 2 read their options from the attributes of `generation_config`.
-_VERSION = 4
-_disabled = False
+# Set on `GenerationMixin` after `disable`.
+_DISABLED = "_falcon_hook_is_disabled"
 
-# The attached drafter of each target, which is freed with its target. It is an attribute of `GenerationMixin`, because
-# the copy of this file whose `attach` is called need not be the copy that wraps `generate`.
-_ATTACHED = "_falcon_attached_drafters"
-if not hasattr(GenerationMixin, _ATTACHED):
-    setattr(GenerationMixin, _ATTACHED, weakref.WeakKeyDictionary())
-_attached: weakref.WeakKeyDictionary[Any, Any] = getattr(GenerationMixin, _ATTACHED)
 
-# The options of drafters whose code is older than the attribute `draft_option_names`, without the fields that
-# `GenerationConfig` has itself.
-_OLD_OPTION_NAMES = (
-    "num_draft_passes",
-    "draft_top_k",
-    "draft_width",
-    "draft_tree",
-    "verification",
-    "draft_calibration",
-)
+def _shared(name: str, make: Callable[[], Any]) -> Any:
+    """What all copies of this file share: the one whose function is called need not be the one that wraps."""
+    if not hasattr(GenerationMixin, name):
+        setattr(GenerationMixin, name, make())
+    return getattr(GenerationMixin, name)
+
+
+# The attached drafter of each target, which is freed with its target.
+_attached: weakref.WeakKeyDictionary[Any, Any] = _shared("_falcon_attached_drafters", weakref.WeakKeyDictionary)
+# Load a drafter by its name, with the arguments `name, dtype`, or return `None` if the name is of another kind of
+# model. The installed package registers one.
+Loader = Callable[[str, torch.dtype], Any]
+_loaders: list[Loader] = _shared("_falcon_loaders", list)
 # The attribute of a prepared generation configuration that holds the settings of the call.
 _SETTINGS = "_falcon_call_settings"
 # The settings of the `generate` call that this thread or task is in: `generate` passes on no argument of ours.
 _settings_of_call: ContextVar[dict[str, Any] | None] = ContextVar("settings_of_call", default=None)
-# Loads a drafter of another method by its name, with the arguments `name, dtype`, or returns `None` if the name is of
-# another kind of model. The installed package registers it; code from the Hub loads Falcon drafters only.
-Loader = Callable[[str, torch.dtype], Any]
-_loaders: list[Loader] = []
 # The drafter that each target loaded last by its name. It is freed with its target.
 _loaded: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = weakref.WeakKeyDictionary()
 
@@ -76,32 +63,29 @@ def install() -> None:
     """
     Wraps `generate` and transformers' assisted decoding. A call with a Falcon drafter then runs the drafter's own
     decoding loop; a call with any other assistant runs as before. This happens on import and when a drafter is made.
-    Nothing happens after [`disable`], or if another copy of this code, of the same or a newer version, came first.
+    Nothing happens after [`disable`], or if another copy of this code came first.
     """
+    if getattr(GenerationMixin, _DISABLED, False):
+        return
     for name, wrap in _WRAPPERS.items():
         stock = getattr(GenerationMixin, name, None)
-        installed = int(getattr(stock, _MARK, 0))
-        if stock is None or _disabled or installed >= _VERSION:
+        if stock is None or hasattr(stock, _MARK):
             continue
-        if installed:
-            stock = stock.__wrapped__
         # `wraps`, because `generate` reads the signature of the method that it calls.
         wrapper = functools.wraps(stock)(wrap(stock))
-        setattr(wrapper, _MARK, _VERSION)
+        setattr(wrapper, _MARK, True)
         setattr(GenerationMixin, name, wrapper)
 
 
 def enable() -> None:
     """Undoes [`disable`]."""
-    global _disabled
-    _disabled = False
+    setattr(GenerationMixin, _DISABLED, False)
     install()
 
 
 def disable() -> None:
     """Restores transformers' own methods, for every drafter, until [`enable`]."""
-    global _disabled
-    _disabled = True
+    setattr(GenerationMixin, _DISABLED, True)
     for name in _WRAPPERS:
         if getattr(getattr(GenerationMixin, name, None), _MARK, False):
             setattr(GenerationMixin, name, getattr(GenerationMixin, name).__wrapped__)
@@ -139,17 +123,14 @@ def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike
         )
     given = drafter
     if isinstance(drafter, (str, os.PathLike)):
-        drafter = _load_drafter(target, drafter, None)
+        drafter = _load_drafter(target, drafter)
     if not _is_drafter(drafter):
         found = repr(str(given)) if isinstance(given, (str, os.PathLike)) else f"a {type(given).__name__}"
         raise TypeError(
             f"`drafter` is {found}, not a drafter of hf_falcon: give a drafter, such as a `FalconDraftModel`, or the "
             "name or the folder of one."
         )
-    # Drafters whose code is older have no such method, and are checked by the first call that drafts.
-    check_target = getattr(drafter, "check_target", None)
-    if check_target is not None:
-        check_target(target)
+    drafter.check_target(target)
     _attached[target] = drafter
 
 
@@ -198,10 +179,10 @@ def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         if assistant is None or call.arguments.get("custom_generate") is not None:
             return stock(self, *args, **kwargs)
         if isinstance(assistant, (str, os.PathLike)):
-            assistant = _load_drafter(self, assistant, more.get("trust_remote_code"))
+            assistant = _load_drafter(self, assistant)
         if not _is_drafter(assistant):
             return stock(self, *args, **kwargs)
-        names = _option_names(assistant)
+        names = type(assistant).draft_option_names
         settings = _settings_in(getattr(self, "generation_config", None))
         settings |= _settings_in(call.arguments.get("generation_config"))
         # An argument that is `None` unsets the field.
@@ -243,10 +224,6 @@ def _takes_attached(target: Any, settings: dict[str, Any], arguments: dict[str, 
     return config.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
-def _option_names(drafter: Any) -> tuple[str, ...]:
-    return getattr(type(drafter), "draft_option_names", _OLD_OPTION_NAMES)
-
-
 @functools.cache
 def _has_field(name: str) -> bool:
     """Whether `GenerationConfig` has a field of this name. `generate` takes such an argument by itself."""
@@ -269,11 +246,16 @@ def register_loader(load: Loader) -> None:
     _loaders.append(load)
 
 
-def _load_drafter(target: PreTrainedModel, name: str | os.PathLike[str], trust_remote_code: bool | None) -> Any:
+def _load_drafter(target: PreTrainedModel, name: str | os.PathLike[str]) -> Any:
     """
     Loads the drafter in a folder or a repository of the Hub, in the target's dtype and on its device. Each target
-    loads it once, and again after the folder was saved again. If it is no Falcon drafter, the name itself is returned.
+    loads it once, and again after the folder was saved again. If it is no drafter, the name itself is returned.
     """
+    if not _loaders:
+        raise ValueError(
+            f"`assistant_model` is {str(name)!r}: only the package loads drafters by name (`pip install hf-falcon`, "
+            "`import hf_falcon`); or give what `AutoModel.from_pretrained` returns for it."
+        )
     config_file = Path(name, "config.json")
     saved = config_file.stat().st_mtime_ns if config_file.is_file() else None
     wanted = (str(name), saved, target.dtype, target.device)
@@ -282,12 +264,8 @@ def _load_drafter(target: PreTrainedModel, name: str | os.PathLike[str], trust_r
         return drafter
     # Parameters that are made in inference mode could not be used outside it.
     with torch.inference_mode(False):
-        fields = read_object(str(name), "config.json") or {}
-        if fields.get("model_type") == "falcon_draft":
-            drafter = AutoModel.from_pretrained(name, dtype=target.dtype, trust_remote_code=trust_remote_code)
-        else:
-            found = (load(str(name), target.dtype) for load in _loaders)
-            drafter = next((each for each in found if each is not None), None)
+        found = (load(str(name), target.dtype) for load in _loaders)
+        drafter = next((each for each in found if each is not None), None)
         if drafter is None:
             return name
         drafter = drafter.to(target.device).eval()
@@ -311,7 +289,7 @@ def _wrap_assisted_decoding(stock: Callable[..., Any]) -> Callable[..., Any]:
         if settings is not None and config is not None:
             # `generate` has copied the configuration for this call.
             setattr(config, _SETTINGS, settings)
-            for name in _option_names(assistant):
+            for name in type(assistant).draft_option_names:
                 if not _has_field(name) and settings.get(name) is not None:
                     setattr(config, name, settings[name])
         return assistant.assisted_decoding(self, *args, **kwargs)
