@@ -14,6 +14,7 @@ from .core.tree import DraftTree, DynamicTree, StaticTree, static_paths
 from .cpu import backend
 from .cpu.compiling import compile_rounds, compiled_rounds, uncompile_rounds
 from .cpu.packing import pack_weights, packed_weights, unpack_weights
+from .drafters import falcon_files
 from .drafters.auto import AutoDrafter
 from .pipelines import install_in_pipelines, load_by_name
 
@@ -50,5 +51,6 @@ AutoConfig.register(FalconDraftConfig.model_type, FalconDraftConfig, exist_ok=Tr
 AutoModel.register(FalconDraftConfig, FalconDraftModel, exist_ok=True)
 install()
 backend.install()
+falcon_files.install()
 install_in_pipelines()
 register_loader(load_by_name)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers import initialization as init
 
 from ..core.caches import DraftCache
-from ..core.checkpoint_files import pinned, reading
+from ..core.checkpoint_files import reading
 from ..core.draft_session import TargetHead
 from ..core.interfaces import DraftedBlocks, DrafterAcceleration
 from ..core.modeling_falcon_draft import FalconDecoderLayer, FalconRMSNorm, KeyValueCache, additive_mask, rotate
@@ -26,6 +26,7 @@ from ..core.tree import to_device
 from .checkpoints import load_weights, read_fields, read_options
 from .dflash_config import DFlashDraftConfig
 from .dflash_files import dflash_config, read_dflash
+from .files import pinned
 from .layers import LayerAttention
 from .speculators_model import SpeculatorsDraftModel
 

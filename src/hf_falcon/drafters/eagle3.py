@@ -18,13 +18,14 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from ..core.checkpoint_files import pinned, reading
+from ..core.checkpoint_files import reading
 from ..core.draft_session import BlockSession, embed
 from ..core.interfaces import DrafterAcceleration
 from ..core.modeling_falcon_draft import FalconRMSNorm, KeyValueCache
 from .checkpoints import load_weights, read_fields, read_options
 from .eagle3_config import Eagle3DraftConfig, default_layers
 from .eagle3_files import eagle3_config, read_eagle3
+from .files import pinned
 from .layers import LayerAttention
 from .speculators_model import SpeculatorsDraftModel
 
