@@ -227,9 +227,9 @@ class FalconDraftConfig(PreTrainedConfig):
             "max_position_embeddings": longest if longest > 0 else 2048,
             "logit_scale": logit_scale,
             "logit_softcapping": logit_softcapping,
-            "bos_token_id": copy.copy(_field(text_config, "bos_token_id")),
-            "eos_token_id": copy.copy(_field(text_config, "eos_token_id")),
-            "pad_token_id": copy.copy(_field(text_config, "pad_token_id")),
+            **{
+                name: copy.copy(_field(text_config, name)) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+            },
             "target_model_type": text_config.model_type,
             "target_name_or_path": config.name_or_path or None,
         }

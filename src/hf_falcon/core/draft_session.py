@@ -224,11 +224,7 @@ def head_parameters(target: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
 def _dequantise(head: Any, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """
     Weight and bias of a quantised LM head, whatever its format: its products with the identity give them. They are
-    computed once.
-
-    Args:
-        head (`torch.nn.Module`): the head.
-        dtype, device: of its inputs.
+    computed once. Its inputs have this dtype and are on this device.
     """
     if head not in _dequantised:
         identity = torch.eye(head.in_features, dtype=dtype, device=device)
@@ -244,16 +240,7 @@ def _sizes_of(head: Any) -> tuple[int, int]:
 
 
 def check_target(drafter: Any, target: PreTrainedModel) -> None:
-    """
-    Checks that a drafter can draft for a target.
-
-    Args:
-        drafter ([`Drafter`]): the drafter.
-        target ([`PreTrainedModel`]): the target.
-
-    Raises:
-        `ValueError`: if it cannot; it names the field that differs, both values, and the remedy.
-    """
+    """Raises a `ValueError` if a drafter cannot draft for a target. It names the field that differs and the remedy."""
     config = drafter.config
     text_config = target.config.get_text_config(decoder=True)
     output = target.get_output_embeddings()
@@ -279,12 +266,7 @@ def check_target(drafter: Any, target: PreTrainedModel) -> None:
 
 
 def check_embedding(drafter: Any, target: PreTrainedModel) -> None:
-    """
-    Checks that a drafter can read the target's embedding.
-
-    Raises:
-        `ValueError`: if the embedding has another width than the drafter.
-    """
+    """Raises a `ValueError` if the target's embedding has another width than the drafter."""
     embedding: Any = target.get_input_embeddings()
     width = getattr(embedding, "embedding_dim", None) or embedding.weight.shape[-1]
     expected = drafter.config.hidden_size
@@ -313,7 +295,7 @@ def weights_difference(drafter: Any, target: PreTrainedModel) -> str | None:
         return None
     trained = drafter.config.target_name_or_path or "the model"
     if any(quantised_layers(target)):
-        # Drafters of other methods, and those that were saved earlier, do not have it.
+        # Drafters of other methods do not have it.
         expected = getattr(drafter.config, "target_embedding_fingerprint", None)
         actual = embedding_fingerprint(target)
         if expected is None or actual is None:
@@ -444,32 +426,26 @@ class BlockSession:
         """The table of a pass over `width` blocks. Its mask has one row for each block."""
         if width not in self._pass_tables:
             size = self._block_size
-            blocks, itself = torch.arange(width).repeat_interleave(size), torch.eye(width, dtype=torch.bool)
-            self._pass_tables[width] = RowTable(
-                to_device(blocks, self._device),
-                to_device(block_anchors(blocks[None], size), self._device),
-                to_device(torch.arange(size).repeat(width)[None], self._device),
-                to_device(additive_mask(itself.repeat_interleave(size, dim=1), dtype), self._device),
-            )
+            itself = torch.eye(width, dtype=torch.bool).repeat_interleave(size, dim=1)
+            blocks, positions = torch.arange(width).repeat_interleave(size), torch.arange(size).repeat(width)
+            self._pass_tables[width] = self._table(blocks, positions, additive_mask(itself, dtype))
         return self._pass_tables[width]
 
     def _commit_table(self, count: int, dtype: torch.dtype) -> RowTable:
         """The table of a commit of `count` rows, in blocks cut from the right."""
-        known = self._commit_tables.get(count)
-        if known is not None:
-            return known
-        places = torch.arange(count)
-        blocks = (places - count) // self._block_size
-        table = RowTable(
-            to_device(blocks, self._device),
-            to_device(block_anchors(blocks[None], self._block_size), self._device),
-            to_device(places[None], self._device),
-            to_device(additive_mask(blocks[:, None] >= blocks[None], dtype), self._device),
-        )
-        # A prompt is committed once.
-        if count <= _ROWS_OF_A_ROUND:
-            self._commit_tables[count] = table
+        table = self._commit_tables.get(count)
+        if table is None:
+            places = torch.arange(count)
+            blocks = (places - count) // self._block_size
+            table = self._table(blocks, places, additive_mask(blocks[:, None] >= blocks[None], dtype))
+            # A prompt is committed once.
+            if count <= _ROWS_OF_A_ROUND:
+                self._commit_tables[count] = table
         return table
+
+    def _table(self, blocks: Tensor, positions: Tensor, mask: Tensor) -> RowTable:
+        parts = blocks, block_anchors(blocks[None], self._block_size), positions[None], mask
+        return RowTable(*(to_device(part, self._device) for part in parts))
 
     def _run_committed(self, rows: Tensor) -> Tensor:
         """Runs committed positions through the decoder layers, in blocks cut from the right, and keeps their rows."""

@@ -135,25 +135,15 @@ def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike
 
 
 def detach(target: PreTrainedModel) -> None:
-    """
-    Undoes [`attach`]. Nothing happens if no drafter is attached.
-
-    Args:
-        target ([`PreTrainedModel`]): the target.
-    """
+    """Undoes [`attach`] for a target. Nothing happens if no drafter is attached."""
     _attached.pop(target, None)
 
 
 def call_settings(generation_config: GenerationConfig | None) -> dict[str, Any] | None:
     """
     The fields of a generation configuration that the user set for a `generate` call: as arguments of the call, in its
-    `generation_config`, or in the target's. Values that `generate` filled in are not among them.
-
-    Args:
-        generation_config ([`GenerationConfig`] or `None`): the configuration that `generate` gave the decoding loop.
-
-    Returns:
-        `dict`, or `None` if the configuration does not come from `generate` with a Falcon drafter.
+    `generation_config`, or in the target's. Values that `generate` filled in are not among them. The result is `None`
+    if the configuration does not come from `generate` with a Falcon drafter.
     """
     return getattr(generation_config, _SETTINGS, None)
 
@@ -226,7 +216,7 @@ def _takes_attached(target: Any, settings: dict[str, Any], arguments: dict[str, 
 
 @functools.cache
 def _has_field(name: str) -> bool:
-    """Whether `GenerationConfig` has a field of this name. `generate` takes such an argument by itself."""
+    """Whether `generate` takes an argument of this name by itself."""
     return hasattr(GenerationConfig(), name)
 
 
@@ -351,20 +341,8 @@ def prefill(
 ) -> Any:
     """
     Runs the prompt exactly as plain decoding does: in chunks if the call asks for them, and from a cache that holds
-    some of it already.
-
-    Args:
-        model ([`PreTrainedModel`]): the target.
-        input_ids (`torch.LongTensor` of shape `(batch, length)`): the prompt.
-        generation_config ([`GenerationConfig`]): the configuration that `generate` prepared.
-        model_kwargs (`dict`): the arguments of the model that `generate` prepared.
-        kwargs: more arguments of `_prefill`.
-
-    Returns:
-        The output of the model's forward.
-
-    Raises:
-        `RuntimeError`: if transformers has no `_prefill`.
+    some of it already. All arguments are as `generate` prepared them. Returns the output of the model's forward.
+    Without `_prefill` no call can be drafted for, and an error says so.
     """
     return _private(model, "_prefill", "run the prompt")(input_ids, generation_config, model_kwargs, **kwargs)
 
@@ -384,13 +362,10 @@ def extend_model_kwargs(
     are longer. A model may change others in its own way.
 
     Args:
-        model ([`PreTrainedModel`]): the target.
+        model ([`PreTrainedModel`]): the target. Without `_update_model_kwargs_for_generation` an error says so.
         model_kwargs (`dict`): the arguments of the model that `generate` prepared; they stay as they are.
         new_tokens (`int`): by how many tokens the text is longer.
         outputs ([`~transformers.utils.ModelOutput`], *optional*): of the model's last forward, if one ran.
-
-    Raises:
-        `RuntimeError`: if transformers has no `_update_model_kwargs_for_generation`.
     """
     update = _private(model, "_update_model_kwargs_for_generation", "know what a step of plain decoding gets")
     # transformers repeats the types of as many tokens as are new, where a step repeats that of the last one.
@@ -405,16 +380,9 @@ def extend_model_kwargs(
 
 def sample(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:
     """
-    transformers' own decoding without an assistant, greedy or sampling. It runs where the target or the call does not
-    support the verification of trees.
-
-    Args:
-        model ([`PreTrainedModel`]): the target.
-        input_ids (`torch.LongTensor` of shape `(batch, length)`): the prompt.
-        kwargs: the arguments that `generate` prepared, except those of the assistant.
-
-    Raises:
-        `RuntimeError`: if transformers has no `_sample`.
+    transformers' own decoding without an assistant, greedy or sampling, with the arguments that `generate` prepared.
+    It runs where the target or the call does not support the verification of trees. Without `_sample` an error says
+    so.
     """
     return _private(model, "_sample", "decode without drafts")(input_ids, **kwargs)
 
@@ -473,10 +441,8 @@ def attention_implementation(config: PreTrainedConfig) -> str | None:
 
 def allowed_tokens_function(processor: LogitsProcessor) -> Callable[[int, Tensor], list[int]]:
     """
-    The function that a [`~transformers.PrefixConstrainedLogitsProcessor`] asks for the allowed tokens of a row.
-
-    Raises:
-        `RuntimeError`: if the processor keeps it under another name.
+    The function that a [`~transformers.PrefixConstrainedLogitsProcessor`] asks for the allowed tokens of a row. If the
+    processor keeps it under another name, an error says so.
     """
     return _private(processor, "_prefix_allowed_tokens_fn", "apply `prefix_allowed_tokens_fn` to a batch")
 
@@ -519,14 +485,9 @@ except ImportError:
 
 def replace_sdpa(old: Callable[..., Any] | None, new: Callable[..., Any]) -> bool:
     """
-    Makes `new` the attention function "sdpa" of all models, if it is `old` now. Another library may have replaced it,
-    and is left alone. The name is never absent in between: other threads look it up at the same time.
-
-    Args:
-        old, new (`Callable`): functions with the interface of [`sdpa_attention_forward`].
-
-    Returns:
-        `bool`: whether it was replaced.
+    Makes `new` the attention function "sdpa" of all models, if it is `old` now, and returns whether it did. Another
+    library may have replaced it, and is left alone. The name is never absent in between: other threads look it up at
+    the same time. Both have the interface of [`sdpa_attention_forward`].
     """
     if old is None or AttentionInterface().get("sdpa") is not old:
         return False

@@ -329,8 +329,8 @@ def core_files() -> list[Path]:
 
 def travelling_code(source: str) -> str:
     """
-    The text of a module with fewer lines: docstrings are cut to their first sentence, and left out where they are of
-    private names or refer to other docstrings. All other lines stay as they are.
+    The text of a module with fewer lines: docstrings of classes and functions are cut to their first sentence, those
+    of methods and of private names are left out. All other lines stay as they are.
 
     Args:
         source (`str`): the text, which begins with a line for the licence.
@@ -351,18 +351,13 @@ def travelling_code(source: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _docstrings(node: ast.AST, is_private: bool = False) -> Iterator[tuple[ast.Expr, bool]]:
-    """The docstrings of classes and functions inside, and whether something of them stays."""
-    for child in ast.iter_child_nodes(node):
-        is_hidden = is_private
-        if isinstance(child, (ast.ClassDef, ast.FunctionDef)):
-            # All inside a function is private.
-            is_hidden = is_private or child.name.startswith("_") or isinstance(node, ast.FunctionDef)
-            text = ast.get_docstring(child)
-            if text is not None:
-                # A body cannot be empty.
-                yield child.body[0], len(child.body) == 1 or not (is_hidden or text.startswith("See "))  # type: ignore
-        yield from _docstrings(child, is_hidden)
+def _docstrings(module: ast.Module) -> Iterator[tuple[ast.Expr, bool]]:
+    """The docstrings of classes and functions, and whether something of them stays."""
+    public = [node for node in module.body if not getattr(node, "name", "_").startswith("_")]
+    for node in ast.walk(module):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            # A body cannot be empty.
+            yield node.body[0], node in public or len(node.body) == 1  # type: ignore[misc]
 
 
 def _first_sentence(docstring: ast.Expr) -> list[str]:
