@@ -136,8 +136,8 @@ class TargetHead:
     def _make_linear(self) -> nn.Linear:
         weight, bias = head_parameters(self._target)
         if self._known_ids is not None:
-            rows = self._known_ids.to(weight.device)
-            weight, bias = weight[rows], None if bias is None else bias[rows]
+            ids = self._known_ids.to(weight.device)
+            weight, bias = weight[ids], None if bias is None else bias[ids]
         size, hidden_size = weight.shape
         linear = nn.Linear(hidden_size, size, bias=bias is not None, device="meta")
         linear.weight = nn.Parameter(weight.detach().to(self._example.device, self._dtype), requires_grad=False)
@@ -168,8 +168,8 @@ class TargetHead:
             `torch.Tensor` of shape `(..., draft_vocab_size or vocab_size)`.
         """
         # One matrix: for a batch of strided rows the product would copy the weight.
-        rows = features.reshape(-1, features.shape[-1]).to(self.linear.weight.dtype)
-        logits = self.linear(rows).view(*features.shape[:-1], -1)
+        flat = features.reshape(-1, features.shape[-1]).to(self.linear.weight.dtype)
+        logits = self.linear(flat).view(*features.shape[:-1], -1)
         if self._scale != 1.0:
             logits = logits * self._scale
         if self._softcap is not None:
@@ -334,12 +334,14 @@ class BlockSession:
         drafter: the network.
         head: its head, which has an `embed` as [`TargetHead`].
         acceleration ([`DrafterAcceleration`]): how its layers run.
-        prompt_rows (`int`, *optional*): newest positions of a prompt that the network reads; all by default.
+        prompt_positions (`int`, *optional*): newest positions of a prompt that the network reads; all by default.
     """
 
-    def __init__(self, drafter: Any, head: Any, acceleration: DrafterAcceleration, prompt_rows: int | None = None):
+    def __init__(
+        self, drafter: Any, head: Any, acceleration: DrafterAcceleration, prompt_positions: int | None = None
+    ):
         self._drafter, self._head, self._acceleration = drafter, head, acceleration
-        self._prompt_rows = prompt_rows
+        self._prompt_positions = prompt_positions
         self._block_size: int = drafter.config.block_size
         self._window: int | None = drafter.window
         self._device: torch.device = drafter.device
@@ -372,9 +374,9 @@ class BlockSession:
     def commit(
         self, features: Tensor, next_token_ids: Tensor, first_position: int = 0, prompt_embeds: Tensor | None = None
     ) -> Tensor | None:
-        """See [`DraftSession.commit`]. Of a prompt only the newest `prompt_rows` positions are read."""
+        """See [`DraftSession.commit`]. Of a prompt only the newest `prompt_positions` positions are read."""
         if self._committed == 0:
-            unread = 0 if self._prompt_rows is None else max(0, features.shape[1] - self._prompt_rows)
+            unread = 0 if self._prompt_positions is None else max(0, features.shape[1] - self._prompt_positions)
             features, next_token_ids = features[:, unread:], next_token_ids[:, -(features.shape[1] - unread) :]
             self._first_position = first_position + unread
         features, next_token_ids = features.to(self._device), to_device(next_token_ids, self._device)

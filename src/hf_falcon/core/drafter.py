@@ -20,7 +20,7 @@ from .interfaces import DrafterAcceleration, DraftSession, drafter_files
 from .modeling_falcon_draft import FalconDraftNetwork
 
 # Newest positions of a prompt that the drafter reads: with these the shipped one accepts as much as with all of 1,000.
-_PROMPT_ROWS = 128
+_PROMPT_POSITIONS = 128
 
 # Names of weights in an error, at most: a hostile file can have hundreds of thousands.
 _MOST_SHOWN = 20
@@ -124,7 +124,7 @@ class FalconDraftModel(DraftModel, FalconDraftNetwork):
 
     def start_session(self, head: TargetHead, acceleration: DrafterAcceleration) -> DraftSession:
         """See [`Drafter.start_session`]."""
-        return BlockSession(self, head, acceleration, _PROMPT_ROWS)
+        return BlockSession(self, head, acceleration, _PROMPT_POSITIONS)
 
     @classmethod
     def from_pretrained(

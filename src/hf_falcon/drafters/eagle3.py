@@ -83,9 +83,9 @@ class Eagle3Head:
     def logits(self, states: Tensor) -> Tensor:
         """See [`DraftHead.logits`]."""
         # One matrix: for a batch of strided rows the product would copy the weight.
-        rows = states.reshape(-1, states.shape[-1])
-        rows = rows if self._norm is None else self._norm(rows)
-        return self.linear(rows.to(self.linear.weight.dtype)).view(*states.shape[:-1], -1)
+        flat = states.reshape(-1, states.shape[-1])
+        flat = flat if self._norm is None else self._norm(flat)
+        return self.linear(flat.to(self.linear.weight.dtype)).view(*states.shape[:-1], -1)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """See [`DraftHead.to_target_ids`]."""
