@@ -64,8 +64,9 @@ def test_the_core_is_all_that_an_import_brings_and_nothing_warns(tmp_path):
     names = {".".join(file.relative_to(PACKAGE.parent).with_suffix("").parts) for file in files}
     # The last is small, and part of what transformers loads for `generate`.
     others = {"hf_falcon", "hf_falcon.core", "hf_falcon.cpu", "transformers.generation.streamers"}
-    # `AutoDrafter` without any network.
+    # `AutoDrafter` without any network, and the checks of files.
     others |= {"hf_falcon.drafters", "hf_falcon.drafters.auto", "hf_falcon.drafters.checkpoints"}
+    others |= {"hf_falcon.drafters.files", "hf_falcon.drafters.falcon_files"}
     assert {"hf_falcon", "hf_falcon.core.hook"} <= set(brought) <= names | others
 
 

@@ -177,8 +177,6 @@ def test_a_saved_drafter_has_the_core_only(saved):
     assert code - {"custom_generate/generate.py"} <= core
     # All that the folder listing shows is needed there.
     assert core - {"custom_generate.py"} <= code
-    for name in core & code:
-        assert (saved / "drafter" / name).read_bytes() == (CORE / name).read_bytes()
 
 
 # A namespace for each library that was registered.
@@ -210,7 +208,6 @@ def test_custom_code_registers_no_torch_library(saved, tmp_path):
 
 @pytest.mark.parametrize("folder", sorted(file.parent for file in SHIPPED.glob("*/config.json")), ids=lambda f: f.name)
 def test_shipped_drafters_load(folder):
-    """The files of some were written before the package had folders."""
     model_class = MedusaLikeModel if folder.name.startswith("medusa") else hf_falcon.FalconDraftModel
     drafter = model_class.from_pretrained(folder)
     assert drafter.config.target_model_type == ("gemma3_text" if "gemma" in folder.name else "llama")

@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from .core.checkpoint_files import read_object
 from .core.configuration_falcon_draft import FalconDraftConfig
 from .core.drafter import DraftModel, FalconDraftModel
 from .drafters.auto import AutoDrafter, is_drafter
+from .drafters.files import read_object
 
 _MODULE = "transformers.pipelines.base"
 
@@ -45,12 +45,16 @@ def install_in_pipelines() -> None:
 
 def load_by_name(name: str, dtype: torch.dtype) -> DraftModel | None:
     """The drafter in a folder or a repository, in `dtype`; `None` if it is no drafter, but another kind of model."""
+    fields = read_object(name, "config.json") or {}
+    return AutoDrafter.from_pretrained(name, dtype=dtype) if is_drafter(fields) else None
+
+
+def _names_drafter(name: str) -> bool:
     try:
-        fields = read_object(name, "config.json")
+        return is_drafter(read_object(name, "config.json") or {})
     except ValueError:
         # The configuration of another model may hold what a drafter's may not, such as infinity.
-        return None
-    return AutoDrafter.from_pretrained(name, dtype=dtype) if is_drafter(fields or {}) else None
+        return False
 
 
 class _NotACausalLM(FalconDraftModel):
@@ -102,9 +106,8 @@ def _wrap(pipelines: ModuleType) -> None:
 
     @functools.wraps(stock)
     def load_assistant_model(model: PreTrainedModel, assistant_model: Any, assistant_tokenizer: Any) -> tuple:
-        if isinstance(assistant_model, str):
-            drafter = load_by_name(assistant_model, model.dtype)
-            assistant_model = assistant_model if drafter is None else drafter.to(model.device)
+        if isinstance(assistant_model, str) and _names_drafter(assistant_model):
+            assistant_model = AutoDrafter.from_pretrained(assistant_model, dtype=model.dtype).to(model.device)
         if getattr(type(assistant_model), "is_falcon_drafter", False):
             return assistant_model, None
         return stock(model, assistant_model, assistant_tokenizer)

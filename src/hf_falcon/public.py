@@ -6,14 +6,15 @@ from transformers import AutoConfig, AutoModel
 from .core.candidate_generator import FalconCandidateGenerator
 from .core.configuration_falcon_draft import FalconDraftConfig
 from .core.draft_options import DraftOptions
+from .core.draft_statistics import DraftStatistics, FalconGenerateOutput
 from .core.drafter import DraftModel, FalconDraftModel
 from .core.hook import attach, detach, disable, enable, install, register_loader
 from .core.interfaces import DraftedBlocks, Drafter, DraftHead, DraftSession
-from .core.statistics import DraftStatistics, FalconGenerateOutput
 from .core.tree import DraftTree, DynamicTree, StaticTree, static_paths
 from .cpu import backend
 from .cpu.compiling import compile_rounds, compiled_rounds, uncompile_rounds
 from .cpu.packing import pack_weights, packed_weights, unpack_weights
+from .drafters import falcon_files
 from .drafters.auto import AutoDrafter
 from .pipelines import install_in_pipelines, load_by_name
 
@@ -50,5 +51,6 @@ AutoConfig.register(FalconDraftConfig.model_type, FalconDraftConfig, exist_ok=Tr
 AutoModel.register(FalconDraftConfig, FalconDraftModel, exist_ok=True)
 install()
 backend.install()
+falcon_files.install()
 install_in_pipelines()
 register_loader(load_by_name)

@@ -265,9 +265,10 @@ def test_what_cannot_be_attached(target):
             hf_falcon.attach(wrapper, drafter)
 
 
-def test_all_copies_of_the_hook_share_what_is_attached(target, drafted):
+def test_all_copies_of_the_hook_share_what_is_attached(target, drafted, monkeypatch):
     """Code from the Hub brings a copy of the hook, which may be the copy that wraps `generate`."""
     hf_falcon.disable()
+    monkeypatch.setattr(GenerationMixin, "_falcon_hook_is_disabled", False)
     spec = importlib.util.spec_from_file_location("hf_falcon.core.copy_of_the_hook", hook.__file__)
     other = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(other)

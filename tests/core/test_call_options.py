@@ -1,7 +1,6 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """The hook passes the drafting options of a `generate` call on, and takes a drafter by its name."""
 
-import importlib.util
 import threading
 
 import pytest
@@ -10,7 +9,7 @@ from tiny_models import prompt, tiny_drafter, tiny_target
 from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, LlamaConfig, LlamaForCausalLM
 
 import hf_falcon
-from hf_falcon import DraftModel, DraftOptions, FalconDraftModel
+from hf_falcon import DraftOptions, FalconDraftModel
 from hf_falcon.core import hook
 from hf_falcon.core.draft_options import set_by_call
 
@@ -180,45 +179,6 @@ def test_settings_of_a_configuration_from_elsewhere():
     assert set_by_call(config, "num_assistant_tokens") is None
     assert set_by_call(config, "draft_width") == 3
     assert set_by_call(None, "draft_width") is None
-
-
-def test_drafters_of_older_code_get_options_too(monkeypatch):
-    """They have no `draft_option_names`, and read their options from the attributes of `generation_config`."""
-    target = tiny_target("llama")
-    drafter = tiny_drafter(target)
-    monkeypatch.delattr(DraftModel, "draft_option_names")
-    found = {}
-
-    def assisted_decoding(self, target, input_ids, generation_config, **kwargs):
-        found.update(vars(generation_config))
-        return input_ids
-
-    monkeypatch.setattr(FalconDraftModel, "assisted_decoding", assisted_decoding)
-    generate(target, assistant_model=drafter, num_assistant_tokens=9, draft_width=2, verification="speculative")
-    assert (found["num_assistant_tokens"], found["draft_width"]) == (9, 2)
-    assert found["verification"] == "speculative"
-
-
-@pytest.mark.parametrize("first", ["old", "new"])
-def test_an_older_copy_of_the_hook_gives_way(first, seen):
-    """Version 2 had no wrapper of `generate`. Drafters from the Hub may bring it, before or after this package."""
-    hf_falcon.disable()
-    stock = {name: getattr(GenerationMixin, name) for name in hook._WRAPPERS}
-    spec = importlib.util.spec_from_file_location("hf_falcon.core.older_hook", hook.__file__)
-    older = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(older)
-    older._VERSION = 2
-    del older._WRAPPERS["generate"]
-    for install in (older.install, hf_falcon.enable) if first == "old" else (hf_falcon.enable, older.install):
-        install()
-    for name, function in stock.items():
-        wrapper = getattr(GenerationMixin, name)
-        assert wrapper._is_falcon_hook == hook._VERSION and wrapper.__wrapped__ is function
-    target = tiny_target("llama")
-    generate(target, assistant_model=tiny_drafter(target), draft_width=2)
-    assert seen[0][1].draft_width == 2
-    hf_falcon.disable()
-    assert {name: getattr(GenerationMixin, name) for name in hook._WRAPPERS} == stock
 
 
 # A drafter by name.

@@ -180,7 +180,7 @@ def test_of_a_long_prompt_the_end_is_read(target, monkeypatch, block_size, num_l
     shape = {"block_size": block_size, "num_lstm_layers": num_lstm_layers}
     end = Drafting(target, first_position=23, **shape)
     expected = [end.commit(23, 30), end.commit(30, 40)]
-    monkeypatch.setattr(drafter_module, "_PROMPT_ROWS", 7)
+    monkeypatch.setattr(drafter_module, "_PROMPT_POSITIONS", 7)
     long = Drafting(target, **shape)
     # What comes after the prompt is read in any case.
     found = [long.commit(0, 30), long.commit(30, 40)]

@@ -285,7 +285,7 @@ def test_no_other_configuration_is_followed(copied):
 def test_an_adapter_beside_shards_is_refused(copied, monkeypatch, content):
     for module in ("models.auto.auto_factory", "integrations.peft"):
         monkeypatch.setattr(f"transformers.{module}.is_peft_available", lambda: True)
-    monkeypatch.setattr(hf_falcon.core.checkpoint_files, "is_peft_available", lambda: True)
+    monkeypatch.setattr(hf_falcon.drafters.files, "is_peft_available", lambda: True)
     folder = copied("shards")
     (folder / "adapter_config.json").write_bytes(content)
     refused(folder, "`adapter_config.json`: a drafter takes no adapter")

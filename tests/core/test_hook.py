@@ -104,11 +104,12 @@ def second_copy(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("first", ["package", "copy"])
-def test_two_copies_of_the_code_wrap_once(first, second_copy):
+def test_two_copies_of_the_code_wrap_once(first, second_copy, monkeypatch):
     target, ids = tiny_target("llama"), prompt(12)
     ours, stock = tiny_drafter(target), GenerationMixin._assisted_decoding.__wrapped__
     if first == "copy":
         hf_falcon.disable()
+        monkeypatch.setattr(GenerationMixin, "_falcon_hook_is_disabled", False)
     model_class = second_copy("drafter").FalconDraftModel
     config = second_copy("configuration_falcon_draft").FalconDraftConfig.from_target(target, intermediate_size=48)
     theirs = model_class(config).eval()
@@ -118,7 +119,7 @@ def test_two_copies_of_the_code_wrap_once(first, second_copy):
     expected = generate(target, ids).tolist()
     for drafter, output_class in (
         (ours, FalconGenerateOutput),
-        (theirs, second_copy("statistics").FalconGenerateOutput),
+        (theirs, second_copy("draft_statistics").FalconGenerateOutput),
     ):
         output = generate(target, ids, assistant_model=drafter, return_dict_in_generate=True)
         assert output.sequences.tolist() == expected
@@ -129,20 +130,26 @@ def test_two_copies_of_the_code_wrap_once(first, second_copy):
     assert GenerationMixin._assisted_decoding is stock
 
 
-def test_the_newer_of_two_hooks_stays(second_copy, monkeypatch):
-    target, ids = tiny_target("llama"), prompt(12)
-    drafter, stock = tiny_drafter(target), GenerationMixin._assisted_decoding.__wrapped__
-    ours, newer = GenerationMixin._assisted_decoding, second_copy("hook")
-    monkeypatch.setattr(newer, "_VERSION", ours._is_falcon_hook + 1)
-    newer.install()
-    theirs = GenerationMixin._assisted_decoding
-    assert theirs is not ours and theirs.__wrapped__ is stock
-    hf_falcon.enable()
-    type(drafter)(drafter.config)
-    assert GenerationMixin._assisted_decoding is theirs
-    assert has_statistics(generate(target, ids, assistant_model=drafter, return_dict_in_generate=True))
-    hf_falcon.disable()
+def test_copies_share_what_is_disabled_and_how_names_load(second_copy, monkeypatch):
+    target, ids, names = tiny_target("llama"), prompt(12), []
+    stock, theirs = GenerationMixin._assisted_decoding.__wrapped__, second_copy("hook")
+    theirs.disable()
+    hf_falcon.FalconDraftModel(tiny_drafter(target).config)
     assert GenerationMixin._assisted_decoding is stock
+    # The copy from the Hub wraps; the loader is the package's.
+    theirs.enable()
+    assert GenerationMixin._assisted_decoding.__globals__ is vars(theirs)
+    assert theirs._loaders is hf_falcon.core.hook._loaders
+    drafter = tiny_drafter(target)
+    monkeypatch.setattr(theirs, "_loaders", [lambda name, dtype: names.append(name) or drafter])
+    output = generate(target, ids, assistant_model="user/drafter", return_dict_in_generate=True)
+    assert has_statistics(output) and names == ["user/drafter"]
+    monkeypatch.setattr(theirs, "_loaders", [])
+    with pytest.raises(ValueError, match="pip install hf-falcon"):
+        generate(tiny_target("llama"), ids, assistant_model="user/drafter")
+    theirs.disable()
+    hf_falcon.enable()
+    assert GenerationMixin._assisted_decoding.__wrapped__ is stock
 
 
 def test_threads_share_target_and_drafter():

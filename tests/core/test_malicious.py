@@ -74,8 +74,6 @@ def drafter_folder(saved, tmp_path):
         ("weights_sha256", {"../../somewhere/model.safetensors": "0"}),
         ("weights_sha256", {"model.bin": "0"}),
         ("weights_sha256", [1]),
-        ("draft_format", 2),
-        ("draft_format", "1"),
         ("model_type", "llama"),
         ("transformers_weights", "../elsewhere.safetensors"),
         ("quantization_config", {"quant_method": "bitsandbytes"}),
@@ -190,7 +188,7 @@ def peft(monkeypatch):
     for module in (
         transformers.models.auto.auto_factory,
         transformers.integrations.peft,
-        hf_falcon.core.checkpoint_files,
+        hf_falcon.drafters.files,
     ):
         monkeypatch.setattr(module, "is_peft_available", lambda: True)
 

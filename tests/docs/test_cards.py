@@ -11,7 +11,7 @@ from safetensors import safe_open
 from hf_falcon.commands import main as entry
 from hf_falcon.commands.architectures import ARCHITECTURES
 from hf_falcon.commands.models import DRAFTER_NAME, TARGET_NAME
-from hf_falcon.core.checkpoint_files import digests
+from hf_falcon.drafters.files import digests
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = [pytest.param(file.parent, id=file.parent.name) for file in sorted(ROOT.glob("hub_cards/*/README.md"))]

@@ -388,11 +388,6 @@ def without_trust(saved, tmp_path, warnings_given):
     transformers.AutoModel.from_pretrained(tmp_path / "drafter", trust_remote_code=False)
 
 
-def of_a_newer_format(saved, tmp_path, warnings_given):
-    edit(tmp_path / "drafter" / "config.json", draft_format=2)
-    FalconDraftModel.from_pretrained(tmp_path / "drafter")
-
-
 def without_the_demo_target(saved, tmp_path, warnings_given):
     models.packaged_target()
 
@@ -449,7 +444,7 @@ def served_by_another_version(saved, tmp_path, warnings_given):
 
 
 MISTAKES = [of_another_architecture, of_other_weights, of_another_width, with_another_config, with_damaged_weights]
-MISTAKES += [without_trust, of_a_newer_format, without_the_demo_target, with_an_adapter, without_a_compiler]
+MISTAKES += [without_trust, without_the_demo_target, with_an_adapter, without_a_compiler]
 MISTAKES += [training_packed, as_a_language_model, with_a_file_of_another, alone]
 MISTAKES += [attached_to_a_wrapper, attached_another_model, served_without_the_extra, served_by_another_version]
 
@@ -467,7 +462,7 @@ def test_every_message_is_provoked():
 def test_message(number, saved, tmp_path, warnings_given, monkeypatch):
     shutil.copytree(saved / "drafter", tmp_path / "drafter")
     monkeypatch.setattr(models, "TARGET_PACKAGE", "a_package_that_is_not_there")
-    monkeypatch.setattr(hf_falcon.core.checkpoint_files, "is_peft_available", lambda: True)
+    monkeypatch.setattr(hf_falcon.drafters.files, "is_peft_available", lambda: True)
     try:
         seen = MISTAKES[number](saved, tmp_path, warnings_given)
     except Exception as error:

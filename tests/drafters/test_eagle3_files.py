@@ -488,7 +488,7 @@ def test_a_pickle_beside_safetensors_is_not_read(copied, tmp_path):
 
 @pytest.mark.parametrize("name", ["speculators", "original", "binary"])
 def test_no_adapter_is_followed(copied, monkeypatch, name):
-    monkeypatch.setattr(hf_falcon.core.checkpoint_files, "is_peft_available", lambda: True)
+    monkeypatch.setattr(hf_falcon.drafters.files, "is_peft_available", lambda: True)
     folder = copied(name)
     (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "somebody/model"}))
     refused(folder, "`adapter_config.json`: a drafter takes no adapter")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from example_scripts import EXAMPLES, example
 from hub_server import TOKEN, running_hub
+from transformers import GenerationMixin
 
 import hf_falcon
 from hf_falcon.commands import generate
@@ -40,6 +41,21 @@ def test_generate(models, monkeypatch, capsys):
     reply.run(encode(tokenizer, "abc", target.device), {"max_new_tokens": 128, "do_sample": False})
     assert printed[0] == reply.text
     assert printed[-1].startswith("128 tokens in ")
+
+
+def test_candidate_generator(models, monkeypatch, capsys):
+    """transformers' own loop verifies the candidates: the text is plain decoding's."""
+    script = example("candidate_generator")
+    target, tokenizer, _ = models(script)
+    monkeypatch.setattr("sys.argv", ["candidate_generator.py", "abc"])
+    rounds = script.main()
+    text, counts = capsys.readouterr().out.rsplit("\n\n", 1)
+    inputs = encode(tokenizer, "abc", target.device)
+    plain = target.generate(**inputs, max_new_tokens=64, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert text == tokenizer.decode(plain, skip_special_tokens=True)
+    assert counts.startswith(f"{len(rounds)} rounds: ") and any(drafted for drafted, _ in rounds)
+    assert all(accepted <= drafted for drafted, accepted in rounds)
+    assert hasattr(GenerationMixin.generate, "_is_falcon_hook")
 
 
 def test_pipeline(workplace, monkeypatch, capsys):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer, set_seed
 
-from ..core.statistics import DraftStatistics
+from ..core.draft_statistics import DraftStatistics
 from ..cpu.compiling import compile_rounds
 from ..cpu.packing import pack_weights
 from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype

@@ -20,11 +20,12 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers import initialization as init
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
-from ..core.checkpoint_files import pinned, printable, stored_tensors
+from ..core.checkpoint_files import printable
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import FalconDraftModel
 from ..drafters.auto import drafter_class
 from ..drafters.checkpoints import read_fields
+from ..drafters.files import pinned, stored_tensors
 from .card import read_card, tau_of
 from .run_arguments import CommandParser
 

@@ -9,9 +9,9 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..core.checkpoint_files import upload
 from ..core.drafter import FalconDraftModel
 from ..drafters.auto import AutoDrafter
+from ..drafters.files import upload
 from .card import MARK, render_card
 from .models import no_progress_bars
 from .run_arguments import CommandParser

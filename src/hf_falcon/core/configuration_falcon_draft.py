@@ -4,64 +4,13 @@
 from __future__ import annotations
 
 import copy
-import math
 from os import PathLike
 from typing import Any
 
-import torch
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.activations import ACT2FN
 
-from .checkpoint_files import LOADING, are_digests, embedding_fingerprint, read_object, reading, weights_fingerprint
-
-# The version of the format of config.json and the weights. It increases when older code would misread newer files.
-FORMAT = 1
-
-# The range of each size. The largest values are far beyond any real model: they come from a damaged or a hostile file.
-_RANGES = {
-    "vocab_size": (1, 2**24),
-    "hidden_size": (1, 2**17),
-    "intermediate_size": (1, 2**20),
-    "num_attention_heads": (1, 2**8),
-    "num_key_value_heads": (1, 2**12),
-    "block_size": (1, 64),
-    "num_lstm_layers": (0, 64),
-    "num_hidden_layers": (1, 256),
-    "conditioning_size": (0, 2**20),
-    "max_position_embeddings": (1, 2**40),
-}
-
-_LARGEST_HEAD_DIM = 2**12
-
-_MOST_FEATURE_LAYERS = 256
-
-# transformers would load other files or code because of these fields. A drafter has none of them.
-_REFUSED_FIELDS = (
-    "quantization_config",
-    "fusion_config",
-    "per_layer_config",
-    "transformers_weights",
-    "configuration_files",
-    "distributed_config",
-)
-
-_ATTENTION = (None, "eager", "sdpa")
-
-# The fields of every transformers configuration that a drafter needs. Other fields (labels, sharding plans, ...) are
-# left out, because a hostile value can harm: for a number of labels, for example, transformers makes as many names.
-_BASE_FIELDS = {
-    "architectures",
-    "auto_map",
-    "bos_token_id",
-    "dtype",
-    "eos_token_id",
-    "name_or_path",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "return_dict",
-    "transformers_version",
-}
+from .checkpoint_files import embedding_fingerprint, reading, weights_fingerprint
+from .interfaces import drafter_files
 
 # With the sizes of a large target, most of a drafter's weights would be in MLPs, and many of the rest in the
 # projections of keys and values.
@@ -140,8 +89,6 @@ class FalconDraftConfig(PreTrainedConfig):
         weights_sha256 (`dict[str, str]`, *optional*):
             The sha256 of each weight file, by its name. [`FalconDraftModel.save_pretrained`] writes it. Other weight
             files are not loaded.
-        draft_format (`int`, *optional*, defaults to the newest that this code knows):
-            Version of the format. A newer version is refused.
         kwargs (*optional*):
             Fields of [`PreTrainedConfig`], for example `eos_token_id` and `dtype`. Fields that a drafter does not need
             are left out. Fields that would load other files or code are refused.
@@ -183,16 +130,8 @@ class FalconDraftConfig(PreTrainedConfig):
         target_fingerprint: str | None = None,
         target_embedding_fingerprint: str | None = None,
         weights_sha256: dict[str, str] | None = None,
-        draft_format: int = FORMAT,
         **kwargs: Any,
     ):
-        if type(draft_format) is not int or not 1 <= draft_format <= FORMAT:
-            raise ValueError(
-                f"`draft_format` is {draft_format!r}, and this version of hf_falcon reads up to {FORMAT}: "
-                "`pip install -U hf-falcon`, or in a process that does not import hf_falcon load the drafter with its "
-                "own code, `AutoModel.from_pretrained(..., trust_remote_code=True)`."
-            )
-        self._validate_other_fields(kwargs)
         self.vocab_size = vocab_size
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
@@ -220,126 +159,21 @@ class FalconDraftConfig(PreTrainedConfig):
         self.target_fingerprint = target_fingerprint
         self.target_embedding_fingerprint = target_embedding_fingerprint
         self.weights_sha256 = {} if weights_sha256 is None else weights_sha256
-        self.draft_format = draft_format
-        self._validate_sizes(head_dim)
-        self._validate_values()
+        self.head_dim: Any = head_dim
+        drafter_files().check_config(self, kwargs)
         self.feature_layers = list(self.feature_layers)
-        self.head_dim = hidden_size // num_attention_heads if head_dim is None else head_dim
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
         # The drafter has no embedding of its own that could be tied.
         kwargs.pop("tie_word_embeddings", None)
         super().__init__(tie_word_embeddings=False, **kwargs)
-
-    def _validate_sizes(self, head_dim: int | None) -> None:
-        for field, (smallest, largest) in _RANGES.items():
-            value = getattr(self, field)
-            if type(value) is not int or not smallest <= value <= largest:
-                raise ValueError(f"`{field}` is {_shown(value)}: set it to an integer from {smallest} to {largest}.")
-        if self.num_attention_heads % self.num_key_value_heads != 0:
-            raise ValueError(
-                f"`num_key_value_heads` is {self.num_key_value_heads}: set it to a divisor of `num_attention_heads` "
-                f"({self.num_attention_heads})."
-            )
-        if head_dim is None and self.hidden_size % self.num_attention_heads != 0:
-            raise ValueError(
-                f"`hidden_size` is {self.hidden_size}, which `num_attention_heads` ({self.num_attention_heads}) does "
-                "not divide: set `head_dim`."
-            )
-        width = self.hidden_size // self.num_attention_heads if head_dim is None else head_dim
-        if type(width) is not int or not 2 <= width <= _LARGEST_HEAD_DIM or width % 2 != 0:
-            raise ValueError(
-                f"`head_dim` is {_shown(width)}: set it to an even integer of at most {_LARGEST_HEAD_DIM}, as "
-                "rotary embedding works on pairs."
-            )
-        size = self.draft_vocab_size
-        if size is not None and not (type(size) is int and 1 <= size <= self.vocab_size):
-            raise ValueError(
-                f"`draft_vocab_size` is {_shown(size)}: set it between 1 and `vocab_size` "
-                f"({self.vocab_size}), or to None for all tokens."
-            )
-
-    def _validate_values(self) -> None:
-        layers = self.feature_layers
-        if (
-            not isinstance(layers, (list, tuple))
-            or len(layers) > _MOST_FEATURE_LAYERS
-            or any(type(layer) is not int or layer < 0 for layer in layers)
-            or len(set(layers)) < len(layers)
-        ):
-            raise ValueError(
-                f"`feature_layers` is {_shown(layers)}: give different layers of the target, counted from 0."
-            )
-        for field in ("block_anchor", "attention_bias", "use_qk_norm", "use_post_norms"):
-            value = getattr(self, field)
-            if type(value) is not bool:
-                raise ValueError(f"`{field}` is {_shown(value)}: set it to True or False.")
-        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACT2FN:
-            raise ValueError(f"`hidden_act` is {_shown(self.hidden_act)}: set it to an activation of transformers.")
-        for field in ("rms_norm_eps", "rope_theta", "logit_softcapping", "initializer_range", "logit_scale"):
-            value = getattr(self, field)
-            if field == "logit_softcapping" and value is None:
-                continue
-            positive = field in ("rms_norm_eps", "rope_theta", "logit_softcapping")
-            if type(value) not in (int, float) or not math.isfinite(value) or (positive and value <= 0):
-                raise ValueError(f"`{field}` is {_shown(value)}: set it to a {'positive ' * positive}finite number.")
-            # An integer can be too large for a tensor.
-            setattr(self, field, float(value))
-        for field in (
-            "target_model_type",
-            "target_name_or_path",
-            "target_fingerprint",
-            "target_embedding_fingerprint",
-        ):
-            value = getattr(self, field)
-            # Messages have these texts in them.
-            if value is not None and not (isinstance(value, str) and value.isprintable()):
-                raise ValueError(f"`{field}` is {_shown(value)}: set it to a text of printable characters or to None.")
-        digests = self.weights_sha256
-        if not are_digests(digests):
-            raise ValueError(f"`weights_sha256` is {_shown(digests)}: save the drafter again with `save_pretrained`.")
-
-    def _validate_other_fields(self, fields: dict[str, Any]) -> None:
-        """Refuses fields that name files, code or methods: transformers makes an attribute of every field."""
-        kind = fields.get("model_type", self.model_type)
-        if kind != self.model_type:
-            raise ValueError(
-                f"`model_type` is {_shown(kind)}, not {self.model_type!r}: this configures another model. "
-                "Give the folder or the repository of a Falcon drafter."
-            )
-        for field, value in fields.items():
-            refused = (field in _REFUSED_FIELDS and value is not None) or callable(getattr(type(self), field, None))
-            if refused or field.startswith("__"):
-                raise ValueError(f"`{field}` is {_shown(value)}: a drafter has no such field, leave it out.")
-        for field in [name for name in fields if hasattr(type(self), name) and name not in _BASE_FIELDS]:
-            del fields[field]
-        for field in ("dtype", "torch_dtype"):
-            value = fields.get(field)
-            kind = getattr(torch, value, None) if isinstance(value, str) else value
-            if value is not None and not isinstance(kind, torch.dtype):
-                raise ValueError(f"`{field}` is {_shown(value)}: set it to a dtype of torch, such as 'bfloat16'.")
-        for field in ("attn_implementation", "_attn_implementation"):
-            if fields.get(field) not in _ATTENTION:
-                raise ValueError(f"`{field}` is {_shown(fields[field])}: a drafter has 'sdpa' only, leave it out.")
 
     @classmethod
     def get_config_dict(
         cls, pretrained_model_name_or_path: str | PathLike[str], **kwargs: Any
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """See [`PreTrainedConfig.get_config_dict`]."""
-        loading = {name: kwargs[name] for name in LOADING if kwargs.get(name) is not None}
-        # transformers would read a file of any size and depth, and go on to the files that this field names.
-        found = read_object(str(pretrained_model_name_or_path), "config.json", **loading) or {}
-        if "configuration_files" in found:
-            files = _shown(found["configuration_files"])
-            raise ValueError(f"`configuration_files` is {files}: a drafter has no such field, leave it out.")
-        with reading("config.json"):
-            fields, others = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        # Without the file, transformers would use the defaults.
-        if not fields:
-            raise OSError(
-                f"`{pretrained_model_name_or_path}` has no `config.json`: give the folder or the repository of a "
-                "Falcon drafter."
-            )
-        return fields, others
+        return drafter_files().read_config(super().get_config_dict, pretrained_model_name_or_path, **kwargs)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -393,9 +227,9 @@ class FalconDraftConfig(PreTrainedConfig):
             "max_position_embeddings": longest if longest > 0 else 2048,
             "logit_scale": logit_scale,
             "logit_softcapping": logit_softcapping,
-            "bos_token_id": copy.copy(_field(text_config, "bos_token_id")),
-            "eos_token_id": copy.copy(_field(text_config, "eos_token_id")),
-            "pad_token_id": copy.copy(_field(text_config, "pad_token_id")),
+            **{
+                name: copy.copy(_field(text_config, name)) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
+            },
             "target_model_type": text_config.model_type,
             "target_name_or_path": config.name_or_path or None,
         }
@@ -417,12 +251,6 @@ def logit_processing(config: PreTrainedConfig) -> tuple[float, float | None]:
     scaling = _field(text_config, "logits_scaling")
     scale = 1.0 / scaling if scaling else _field(text_config, "logit_scale") or 1.0
     return scale, _field(text_config, "final_logit_softcapping")
-
-
-def _shown(value: Any) -> str:
-    """A value for an error message, at most 200 characters of it."""
-    text = repr(value)
-    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _field(config: PreTrainedConfig, name: str) -> Any:

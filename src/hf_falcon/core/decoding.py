@@ -24,11 +24,11 @@ from .candidate_generator import FalconCandidateGenerator, limited_options
 from .costs import CostKey, costs_of
 from .draft_options import DraftOptions, set_by_call
 from .draft_session import weights_difference
+from .draft_statistics import FalconGenerateOutput, LayerOutputs, StatisticsRecorder
 from .hook import is_user_defined, sample
 from .interfaces import Drafter
 from .policy import AdaptivePolicy, DraftPolicy, PlainPolicy, acceptance_stats_of
 from .sampling import MultiRootCandidateGenerator, SamplingCandidateGenerator, decode_multi_root, verify_speculative
-from .statistics import FalconGenerateOutput, LayerOutputs, StatisticsRecorder
 from .target_parts import chain_reason, unsupported_batch_reason, unsupported_chain_reason, unsupported_reason
 from .target_run import ChainRun, TargetRun, chain_fault
 from .tree import DraftTree, collect, single_node, to_device

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -28,8 +28,10 @@ _MOST_ROWS, _MOST_SCORES = 2**12, 2**28
 _LARGEST_CALIBRATION = 100.0
 # Tokens of the context that a token is compared with, and 1; and a factor of e to this power on a probability.
 _MOST_BONUSES, _LARGEST_BONUS = 9, 50.0
-_SCHEDULES = ("heuristic", "constant")
-_VERIFICATIONS = ("exact", "speculative", "multi_root")
+_WORDS = {
+    "num_assistant_tokens_schedule": ("heuristic", "constant"),
+    "verification": ("exact", "speculative", "multi_root"),
+}
 
 
 @dataclass(frozen=True)
@@ -98,42 +100,37 @@ class DraftOptions:
     def __post_init__(self) -> None:
         for name, (least, largest) in _RANGES.items():
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= largest:
-                raise ValueError(
-                    f"`{name}` is {value!r}: set it to an integer of at least {least} and at most {largest}."
-                )
-        schedule = self.num_assistant_tokens_schedule
-        if schedule not in _SCHEDULES:
-            known = ", ".join(map(repr, _SCHEDULES))
-            raise ValueError(f"`num_assistant_tokens_schedule` is {schedule!r}: set it to one of {known}.")
-        if self.verification not in _VERIFICATIONS:
-            known = ", ".join(map(repr, _VERIFICATIONS))
-            raise ValueError(f"`verification` is {self.verification!r}: set it to one of {known}.")
+            is_wrong = isinstance(value, bool) or not isinstance(value, int) or not least <= value <= largest
+            self._refuse(is_wrong, name, f"set it to an integer of at least {least} and at most {largest}")
+        for name, known in _WORDS.items():
+            self._refuse(getattr(self, name) not in known, name, f"set it to one of {', '.join(map(repr, known))}")
         threshold = self.assistant_confidence_threshold
-        if not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1:
-            raise ValueError(f"`assistant_confidence_threshold` is {threshold!r}: set it between 0 and 1.")
-        shares = self.draft_calibration
-        if not isinstance(shares, (list, tuple)) or len(shares) > _DEEPEST or not all(map(_is_calibration, shares)):
-            raise ValueError(
-                f"`draft_calibration` is {shares!r:.80}: set it to a list of at most {_DEEPEST} numbers, each above 0 "
-                f"and at most {_LARGEST_CALIBRATION}."
-            )
-        bonuses = self.context_bonuses
-        if not isinstance(bonuses, (list, tuple)) or len(bonuses) > _MOST_BONUSES or not all(map(_is_bonus, bonuses)):
-            raise ValueError(
-                f"`context_bonuses` is {bonuses!r:.80}: set it to a list of at most {_MOST_BONUSES} numbers, each of "
-                f"at least 0 and at most {_LARGEST_BONUS}."
-            )
+        is_wrong = not isinstance(threshold, (int, float)) or not 0 <= threshold <= 1
+        self._refuse(is_wrong, "assistant_confidence_threshold", "set it between 0 and 1")
+        self._refuse(
+            not _are_numbers(self.draft_calibration, _DEEPEST, lambda share: 0 < share <= _LARGEST_CALIBRATION),
+            "draft_calibration",
+            f"set it to a list of at most {_DEEPEST} numbers, each above 0 and at most {_LARGEST_CALIBRATION}",
+        )
+        self._refuse(
+            not _are_numbers(self.context_bonuses, _MOST_BONUSES, lambda bonus: 0 <= bonus <= _LARGEST_BONUS),
+            "context_bonuses",
+            f"set it to a list of at most {_MOST_BONUSES} numbers, each of at least 0 and at most {_LARGEST_BONUS}",
+        )
         tree = self.draft_tree
         is_paths = isinstance(tree, (list, tuple)) and all(isinstance(path, (list, tuple)) for path in tree)
-        if not is_paths and tree not in ("dynamic", "static"):
-            raise ValueError(f"`draft_tree` is {tree!r}: set it to 'dynamic', 'static' or a list of paths.")
+        is_wrong = not is_paths and tree not in ("dynamic", "static")
+        self._refuse(is_wrong, "draft_tree", "set it to 'dynamic', 'static' or a list of paths")
         most = _RANGES["num_assistant_tokens"][1]
         nodes, depth = (len(tree), max(map(len, tree), default=0)) if is_paths else (0, 0)
         if nodes > most or depth > _DEEPEST:
             raise ValueError(
                 f"`draft_tree` has {nodes} paths and is {depth} deep: give at most {most} paths and {_DEEPEST} levels."
             )
+
+    def _refuse(self, is_wrong: bool, name: str, remedy: str) -> None:
+        if is_wrong:
+            raise ValueError(f"`{name}` is {getattr(self, name)!r:.200}: {remedy}.")
 
     def check_round(self, block_size: int, vocab_size: int) -> None:
         """
@@ -192,12 +189,12 @@ def check_product(what: str, limit: int, factors: dict[str, int]) -> None:
         raise ValueError(f"{named} makes {found:,} {what}: set lower values, that make at most {limit:,}.")
 
 
-def _is_calibration(share: Any) -> bool:
-    return isinstance(share, (int, float)) and not isinstance(share, bool) and 0 < share <= _LARGEST_CALIBRATION
-
-
-def _is_bonus(bonus: Any) -> bool:
-    return isinstance(bonus, (int, float)) and not isinstance(bonus, bool) and 0 <= bonus <= _LARGEST_BONUS
+def _are_numbers(values: Any, most: int, is_allowed: Callable[[float], bool]) -> bool:
+    return (
+        isinstance(values, (list, tuple))
+        and len(values) <= most
+        and all(isinstance(each, (int, float)) and not isinstance(each, bool) and is_allowed(each) for each in values)
+    )
 
 
 def set_by_call(call: GenerationConfig | None, name: str) -> Any:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import threading
 import weakref
+from collections.abc import Callable
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .caches import DraftCache
-from .checkpoint_files import embedding_fingerprint, weights_fingerprint
+from .checkpoint_files import embedding_fingerprint, some_values, weights_fingerprint
 from .configuration_falcon_draft import logit_processing
 from .interfaces import DraftedBlocks, DrafterAcceleration
 from .modeling_falcon_draft import LSTMState, additive_mask, block_anchors, hide_end
@@ -32,15 +34,54 @@ _PREFILL_ROWS = 512
 _ROWS_OF_A_ROUND = 16
 # Rows of the identity that a quantised head multiplies at once.
 _IDENTITY_ROWS = 256
+# Of each target and drafter, the LM head's rows for the draft vocabulary, and marks of what they were copied from.
+_heads: weakref.WeakKeyDictionary[
+    PreTrainedModel, weakref.WeakKeyDictionary[Any, tuple[nn.Linear, list[TensorMark]]]
+] = weakref.WeakKeyDictionary()
+_lock = threading.Lock()
 # Weight and bias of each quantised head as ordinary tensors.
 _dequantised: weakref.WeakKeyDictionary[nn.Module, tuple[Tensor, Tensor | None]] = weakref.WeakKeyDictionary()
+
+
+class TensorMark:
+    """
+    Detects whether a tensor was replaced or changed. It refers weakly to the tensor.
+
+    Args:
+        tensor (`torch.Tensor`, *optional*): the tensor, if there is one.
+    """
+
+    def __init__(self, tensor: Tensor | None):
+        self._tensor = None if tensor is None else weakref.ref(tensor)
+        self._state = _state_of(tensor)
+
+    def is_of(self, tensor: Tensor | None) -> bool:
+        """Whether `tensor` is the marked one and unchanged; `False` too where a change cannot be detected."""
+        if tensor is None or self._tensor is None:
+            return tensor is self._tensor
+        return self._tensor() is tensor and self._state is not None and _state_of(tensor) == self._state
+
+
+def _state_of(tensor: Tensor | None) -> tuple[Any, ...] | None:
+    """What differs after a change; `None` where nothing shows it."""
+    if tensor is None or tensor.is_meta or tensor.is_inference():
+        return None
+    if hasattr(type(tensor), "some_values"):
+        # A packed weight takes no new values.
+        return ()
+    if type(tensor) not in (Tensor, nn.Parameter):
+        return None
+    # What is written by way of `tensor.data` has the same version. On a device, the host would wait for the values.
+    values = some_values(tensor).tolist() if tensor.device.type == "cpu" else []
+    return tensor.data_ptr(), tensor._version, tensor.dtype, tensor.device, tensor.shape, repr(values)
 
 
 class TargetHead:
     """
     Embedding and LM head of a target, for the drafter's vocabulary, with the target's own post-processing.
 
-    One object serves one `generate` call or one training run. The drafter itself stores no part of a target.
+    One object serves one `generate` call or one training run. The rows of a draft vocabulary are copied once, and kept
+    as long as both models live and the target's head is unchanged. The drafter itself stores no part of a target.
 
     Args:
         drafter ([`FalconDraftModel`]): the drafter.
@@ -55,6 +96,8 @@ class TargetHead:
         drafter.check_target(target)
         config = drafter.config
         self._target = target
+        # Weak, because a backend keeps heads for a drafter. `None` for the head of other tokens.
+        self._drafter: Callable[[], Any] | None = weakref.ref(drafter)
         self._embedding = target.get_input_embeddings()
         # The drafter may still move: its device is read when it is needed.
         self._example = drafter.norm.weight
@@ -69,10 +112,32 @@ class TargetHead:
     @cached_property
     def linear(self) -> nn.Linear:
         """The LM head as a linear layer. It is made at its first use, because not all calls draft."""
+        drafter = None if self._drafter is None else self._drafter()
+        if drafter is None or self._known_ids is None:
+            return self._make_linear()
+        # Threads may share both models.
+        with _lock:
+            heads = _heads.setdefault(self._target, weakref.WeakKeyDictionary())
+            output: Any = self._target.get_output_embeddings()
+            # What the rows are copied from, and the buffers with their ids.
+            of_head = head_parameters(self._target) if is_quantised(output) else (output.weight, output.bias)
+            sources = [*of_head, *drafter._buffers.values()]
+            known, marks = heads.get(drafter, (None, []))
+            like = (self._example.device, self._dtype)
+            is_current = len(marks) == len(sources) and all(mark.is_of(each) for mark, each in zip(marks, sources))
+            if known is None or not is_current or (known.weight.device, known.weight.dtype) != like:
+                known = self._make_linear()
+                heads[drafter] = known, [TensorMark(each) for each in sources]
+            return known
+
+    # Training may use what a call in inference mode has made.
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def _make_linear(self) -> nn.Linear:
         weight, bias = head_parameters(self._target)
         if self._known_ids is not None:
-            rows = self._known_ids.to(weight.device)
-            weight, bias = weight[rows], None if bias is None else bias[rows]
+            ids = self._known_ids.to(weight.device)
+            weight, bias = weight[ids], None if bias is None else bias[ids]
         size, hidden_size = weight.shape
         linear = nn.Linear(hidden_size, size, bias=bias is not None, device="meta")
         linear.weight = nn.Parameter(weight.detach().to(self._example.device, self._dtype), requires_grad=False)
@@ -103,8 +168,8 @@ class TargetHead:
             `torch.Tensor` of shape `(..., draft_vocab_size or vocab_size)`.
         """
         # One matrix: for a batch of strided rows the product would copy the weight.
-        rows = features.reshape(-1, features.shape[-1]).to(self.linear.weight.dtype)
-        logits = self.linear(rows).view(*features.shape[:-1], -1)
+        flat = features.reshape(-1, features.shape[-1]).to(self.linear.weight.dtype)
+        logits = self.linear(flat).view(*features.shape[:-1], -1)
         if self._scale != 1.0:
             logits = logits * self._scale
         if self._softcap is not None:
@@ -121,6 +186,7 @@ class TargetHead:
         if type(weight) is not nn.Parameter or weight.is_meta:
             return None
         other = copy.copy(self)
+        other._drafter = None
         for name in ("linear", "vocab_ids"):
             vars(other).pop(name, None)
         other._known_ids, other.draft_vocab_size = to_device(token_ids, weight.device), token_ids.shape[0]
@@ -158,11 +224,7 @@ def head_parameters(target: PreTrainedModel) -> tuple[Tensor, Tensor | None]:
 def _dequantise(head: Any, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, Tensor | None]:
     """
     Weight and bias of a quantised LM head, whatever its format: its products with the identity give them. They are
-    computed once.
-
-    Args:
-        head (`torch.nn.Module`): the head.
-        dtype, device: of its inputs.
+    computed once. Its inputs have this dtype and are on this device.
     """
     if head not in _dequantised:
         identity = torch.eye(head.in_features, dtype=dtype, device=device)
@@ -178,16 +240,7 @@ def _sizes_of(head: Any) -> tuple[int, int]:
 
 
 def check_target(drafter: Any, target: PreTrainedModel) -> None:
-    """
-    Checks that a drafter can draft for a target.
-
-    Args:
-        drafter ([`Drafter`]): the drafter.
-        target ([`PreTrainedModel`]): the target.
-
-    Raises:
-        `ValueError`: if it cannot; it names the field that differs, both values, and the remedy.
-    """
+    """Raises a `ValueError` if a drafter cannot draft for a target. It names the field that differs and the remedy."""
     config = drafter.config
     text_config = target.config.get_text_config(decoder=True)
     output = target.get_output_embeddings()
@@ -213,12 +266,7 @@ def check_target(drafter: Any, target: PreTrainedModel) -> None:
 
 
 def check_embedding(drafter: Any, target: PreTrainedModel) -> None:
-    """
-    Checks that a drafter can read the target's embedding.
-
-    Raises:
-        `ValueError`: if the embedding has another width than the drafter.
-    """
+    """Raises a `ValueError` if the target's embedding has another width than the drafter."""
     embedding: Any = target.get_input_embeddings()
     width = getattr(embedding, "embedding_dim", None) or embedding.weight.shape[-1]
     expected = drafter.config.hidden_size
@@ -247,7 +295,7 @@ def weights_difference(drafter: Any, target: PreTrainedModel) -> str | None:
         return None
     trained = drafter.config.target_name_or_path or "the model"
     if any(quantised_layers(target)):
-        # Drafters of other methods, and those that were saved earlier, do not have it.
+        # Drafters of other methods do not have it.
         expected = getattr(drafter.config, "target_embedding_fingerprint", None)
         actual = embedding_fingerprint(target)
         if expected is None or actual is None:
@@ -286,12 +334,14 @@ class BlockSession:
         drafter: the network.
         head: its head, which has an `embed` as [`TargetHead`].
         acceleration ([`DrafterAcceleration`]): how its layers run.
-        prompt_rows (`int`, *optional*): newest positions of a prompt that the network reads; all by default.
+        prompt_positions (`int`, *optional*): newest positions of a prompt that the network reads; all by default.
     """
 
-    def __init__(self, drafter: Any, head: Any, acceleration: DrafterAcceleration, prompt_rows: int | None = None):
+    def __init__(
+        self, drafter: Any, head: Any, acceleration: DrafterAcceleration, prompt_positions: int | None = None
+    ):
         self._drafter, self._head, self._acceleration = drafter, head, acceleration
-        self._prompt_rows = prompt_rows
+        self._prompt_positions = prompt_positions
         self._block_size: int = drafter.config.block_size
         self._window: int | None = drafter.window
         self._device: torch.device = drafter.device
@@ -323,9 +373,9 @@ class BlockSession:
     def commit(
         self, features: Tensor, next_token_ids: Tensor, first_position: int = 0, prompt_embeds: Tensor | None = None
     ) -> Tensor | None:
-        """See [`DraftSession.commit`]. Of a prompt only the newest `prompt_rows` positions are read."""
+        """See [`DraftSession.commit`]. Of a prompt only the newest `prompt_positions` positions are read."""
         if self._committed == 0:
-            unread = 0 if self._prompt_rows is None else max(0, features.shape[1] - self._prompt_rows)
+            unread = 0 if self._prompt_positions is None else max(0, features.shape[1] - self._prompt_positions)
             features, next_token_ids = features[:, unread:], next_token_ids[:, -(features.shape[1] - unread) :]
             self._first_position = first_position + unread
         features, next_token_ids = features.to(self._device), to_device(next_token_ids, self._device)
@@ -377,32 +427,26 @@ class BlockSession:
         """The table of a pass over `width` blocks. Its mask has one row for each block."""
         if width not in self._pass_tables:
             size = self._block_size
-            blocks, itself = torch.arange(width).repeat_interleave(size), torch.eye(width, dtype=torch.bool)
-            self._pass_tables[width] = RowTable(
-                to_device(blocks, self._device),
-                to_device(block_anchors(blocks[None], size), self._device),
-                to_device(torch.arange(size).repeat(width)[None], self._device),
-                to_device(additive_mask(itself.repeat_interleave(size, dim=1), dtype), self._device),
-            )
+            itself = torch.eye(width, dtype=torch.bool).repeat_interleave(size, dim=1)
+            blocks, positions = torch.arange(width).repeat_interleave(size), torch.arange(size).repeat(width)
+            self._pass_tables[width] = self._table(blocks, positions, additive_mask(itself, dtype))
         return self._pass_tables[width]
 
     def _commit_table(self, count: int, dtype: torch.dtype) -> RowTable:
         """The table of a commit of `count` rows, in blocks cut from the right."""
-        known = self._commit_tables.get(count)
-        if known is not None:
-            return known
-        places = torch.arange(count)
-        blocks = (places - count) // self._block_size
-        table = RowTable(
-            to_device(blocks, self._device),
-            to_device(block_anchors(blocks[None], self._block_size), self._device),
-            to_device(places[None], self._device),
-            to_device(additive_mask(blocks[:, None] >= blocks[None], dtype), self._device),
-        )
-        # A prompt is committed once.
-        if count <= _ROWS_OF_A_ROUND:
-            self._commit_tables[count] = table
+        table = self._commit_tables.get(count)
+        if table is None:
+            places = torch.arange(count)
+            blocks = (places - count) // self._block_size
+            table = self._table(blocks, places, additive_mask(blocks[:, None] >= blocks[None], dtype))
+            # A prompt is committed once.
+            if count <= _ROWS_OF_A_ROUND:
+                self._commit_tables[count] = table
         return table
+
+    def _table(self, blocks: Tensor, positions: Tensor, mask: Tensor) -> RowTable:
+        parts = blocks, block_anchors(blocks[None], self._block_size), positions[None], mask
+        return RowTable(*(to_device(part, self._device) for part in parts))
 
     def _run_committed(self, rows: Tensor) -> Tensor:
         """Runs committed positions through the decoder layers, in blocks cut from the right, and keeps their rows."""

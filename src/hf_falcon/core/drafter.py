@@ -8,39 +8,19 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
-from safetensors import safe_open
-from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
-from transformers import initialization as init
+from transformers import GenerationMixin, PreTrainedModel
 
 from .candidate_generator import limited_options
-from .checkpoint_files import (
-    FLOATING_DTYPES,
-    LOADING,
-    check_digests,
-    digests,
-    pinned,
-    printable,
-    read_object,
-    reading,
-    refuse_adapter,
-    stored_tensors,
-    upload,
-    weight_files,
-    write_code,
-)
-from .configuration_falcon_draft import FalconDraftConfig
+from .checkpoint_files import printable, reading
 from .decoding import assisted_decoding
 from .draft_options import DraftOptions
 from .draft_session import BlockSession, TargetHead, check_embedding, check_target
 from .hook import install, keep_custom_fields, read_logits_to_keep
-from .interfaces import DrafterAcceleration, DraftSession
+from .interfaces import DrafterAcceleration, DraftSession, drafter_files
 from .modeling_falcon_draft import FalconDraftNetwork
 
 # Newest positions of a prompt that the drafter reads: with these the shipped one accepts as much as with all of 1,000.
-_PROMPT_ROWS = 128
-
-_DRAFT_VOCABULARY = "draft_vocab_ids"
+_PROMPT_POSITIONS = 128
 
 # Names of weights in an error, at most: a hostile file can have hundreds of thousands.
 _MOST_SHOWN = 20
@@ -116,15 +96,7 @@ class DraftModel(PreTrainedModel):
         super().save_pretrained(save_directory, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """
-        A drafter proposes tokens to a target, and generates no text by itself.
-
-        Args:
-            args, kwargs: not used.
-
-        Raises:
-            `TypeError`: always; it names the call to use.
-        """
+        """Raises a `TypeError`: a drafter proposes tokens to a target, and generates no text by itself."""
         raise TypeError(
             "A Falcon drafter generates nothing by itself: call `target.generate(**inputs, assistant_model=drafter)`, "
             "after `hf_falcon.enable()` if it was disabled."
@@ -152,7 +124,7 @@ class FalconDraftModel(DraftModel, FalconDraftNetwork):
 
     def start_session(self, head: TargetHead, acceleration: DrafterAcceleration) -> DraftSession:
         """See [`Drafter.start_session`]."""
-        return BlockSession(self, head, acceleration, _PROMPT_ROWS)
+        return BlockSession(self, head, acceleration, _PROMPT_POSITIONS)
 
     @classmethod
     def from_pretrained(
@@ -168,57 +140,14 @@ class FalconDraftModel(DraftModel, FalconDraftNetwork):
                 configuration or drafting options out of range.
             `OSError`: if a weight file is missing, damaged, or not a file that was saved with the drafter.
         """
+        kwargs = drafter_files().check(cls, pretrained_model_name_or_path, kwargs)
         kwargs["use_safetensors"] = True
-        if pretrained_model_name_or_path is not None:
-            repository = str(pretrained_model_name_or_path)
-            # transformers then reads the files that were checked.
-            kwargs = pinned(repository, **kwargs)
-            cls._check_files(repository, kwargs)
         # transformers' own error for a shape does not name the weight.
         kwargs["ignore_mismatched_sizes"] = True
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         refuse_problems(pretrained_model_name_or_path, info)
         limited_options(DraftOptions.from_generation_config(model.generation_config), model, model)
         return (model, info) if output_loading_info else model
-
-    @classmethod
-    def _check_files(cls, repository: str, kwargs: Mapping[str, Any]) -> None:
-        """Compares the tensors in a checkpoint's files with the tensors that its configuration requires."""
-        loading = {name: kwargs[name] for name in LOADING if kwargs.get(name) is not None}
-        adapter = (kwargs.get("adapter_kwargs") or {}).get("_adapter_model_path")
-        refuse_adapter(repository, adapter, **loading)
-        config = kwargs.get("config")
-        if not isinstance(config, PreTrainedConfig):
-            config = cls.config_class.from_pretrained(config or repository, **loading)
-        # transformers would take its defaults in place of a damaged file.
-        read_object(repository, "generation_config.json", **loading)
-        files = weight_files(repository, kwargs.get("variant"), **loading)
-        check_digests(files, config.weights_sha256)
-        stored = stored_tensors(files)
-        # An invalid value in a field of transformers may only fail when the network is built.
-        with reading("config.json"), torch.device("meta"), init.no_init_weights():
-            wanted = cls(config).state_dict()
-        refuse_problems(
-            repository,
-            {
-                "missing_keys": wanted.keys() - stored.keys(),
-                "unexpected_keys": stored.keys() - wanted.keys(),
-                "mismatched_keys": [
-                    (name, stored[name].shape, tuple(wanted[name].shape))
-                    for name in wanted.keys() & stored.keys()
-                    if stored[name].shape != tuple(wanted[name].shape)
-                ],
-            },
-        )
-        for name, (file, dtype, _) in stored.items():
-            dtypes = FLOATING_DTYPES if wanted[name].is_floating_point() else ("I64",)
-            if dtype not in dtypes:
-                raise ValueError(
-                    f"`{name}` in `{file.name}` of `{repository}` is {dtype}, not {' or '.join(dtypes)}: quantised "
-                    "drafters cannot be read. Download it again, or save it again with `save_pretrained`."
-                )
-        if config.draft_vocab_size is not None:
-            _check_draft_vocabulary(stored[_DRAFT_VOCABULARY].file, config.vocab_size)
 
     def save_pretrained(
         self, save_directory: Any, is_main_process: bool = True, push_to_hub: bool = False, **kwargs: Any
@@ -230,23 +159,12 @@ class FalconDraftModel(DraftModel, FalconDraftNetwork):
         hub = {
             name: kwargs.pop(name) for name in ("repo_id", "commit_message", "private", "create_pr") if name in kwargs
         }
-        # The code of a subclass may be anywhere, and one folder could not hold it.
-        has_code = type(self).__module__ == __name__
-        if has_code:
-            self.config.auto_map = {
-                "AutoConfig": f"{FalconDraftConfig.__module__.rpartition('.')[2]}.{FalconDraftConfig.__name__}",
-                "AutoModel": f"{__name__.rpartition('.')[2]}.{FalconDraftModel.__name__}",
-            }
-        else:
-            self.config.__dict__.pop("auto_map", None)
+        # Those of other files.
+        self.config.weights_sha256 = {}
         super().save_pretrained(save_directory, is_main_process=is_main_process, **kwargs)
         if not is_main_process:
             return
-        if has_code:
-            write_code(__file__, save_directory)
-        # The digests of the files, which exist only now.
-        self.config.weights_sha256 = digests(save_directory)
-        self.config.save_pretrained(save_directory)
+        drafter_files().complete(self, save_directory)
         if push_to_hub:
             repo_id = hub.pop("repo_id", None) or Path(save_directory).name
             self.push_to_hub(repo_id, token=kwargs.get("token"), **hub)
@@ -264,22 +182,7 @@ class FalconDraftModel(DraftModel, FalconDraftNetwork):
         Returns:
             `str`: the address of the commit.
         """
-        card = Path(self.name_or_path, "README.md")
-        if self.name_or_path and card.is_file():
-            kwargs.setdefault("card", card.read_text(encoding="utf-8"))
-        return upload(self.save_pretrained, repo_id, **kwargs)
-
-
-def _check_draft_vocabulary(file: Path, vocab_size: int) -> None:
-    """Refuses ids of a draft vocabulary that a head could not look up: on a GPU that would end the process."""
-    with safe_open(file, framework="pt") as weights:
-        ids = weights.get_tensor(_DRAFT_VOCABULARY)
-    if int(ids[0]) < 0 or int(ids[-1]) >= vocab_size or not bool((ids[1:] > ids[:-1]).all()):
-        raise ValueError(
-            f"`{_DRAFT_VOCABULARY}` in `{file.name}` of {file.parent} are no ascending ids of the target's "
-            f"{vocab_size} tokens: the file is damaged. Download it again, or save the drafter again with "
-            "`save_pretrained`."
-        )
+        return drafter_files().push(self, repo_id, **kwargs)
 
 
 def refuse_problems(repository: Any, problems: Mapping[str, Any]) -> None:

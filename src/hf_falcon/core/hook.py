@@ -22,7 +22,6 @@ import transformers
 from torch import Tensor
 from transformers import (
     AttentionInterface,
-    AutoModel,
     Cache,
     GenerationConfig,
     GenerationMixin,
@@ -32,42 +31,30 @@ from transformers import (
 )
 from transformers.generation.configuration_utils import GenerationMode
 
-from .checkpoint_files import read_object
-
-# Set on the wrappers. Two copies of this file (the installed package, and code from the Hub) then wrap once.
+# Set on the wrappers. Two copies of this file (the installed package, and code from the Hub) then wrap once. The
+# wrappers serve the drafters of all copies: they prepare the arguments and call `drafter.assisted_decoding`.
 _MARK = "_is_falcon_hook"
-# The value of the mark: 1 wrapped `_assisted_decoding`, 2 also `_validate_generation_mode`, 3 also `generate`, 4 reads
-# attached drafters. The newest copy wraps, and serves the drafters of all copies: each drafter brings its own decoding
-# loop, and the hook only prepares the arguments and calls `drafter.assisted_decoding`. An older copy leaves newer
-# wrappers in place. Drafters of version 1 and 2 read their options from the attributes of `generation_config`.
-_VERSION = 4
-_disabled = False
+# Set on `GenerationMixin` after `disable`.
+_DISABLED = "_falcon_hook_is_disabled"
 
-# The attached drafter of each target, which is freed with its target. It is an attribute of `GenerationMixin`, because
-# the copy of this file whose `attach` is called need not be the copy that wraps `generate`.
-_ATTACHED = "_falcon_attached_drafters"
-if not hasattr(GenerationMixin, _ATTACHED):
-    setattr(GenerationMixin, _ATTACHED, weakref.WeakKeyDictionary())
-_attached: weakref.WeakKeyDictionary[Any, Any] = getattr(GenerationMixin, _ATTACHED)
 
-# The options of drafters whose code is older than the attribute `draft_option_names`, without the fields that
-# `GenerationConfig` has itself.
-_OLD_OPTION_NAMES = (
-    "num_draft_passes",
-    "draft_top_k",
-    "draft_width",
-    "draft_tree",
-    "verification",
-    "draft_calibration",
-)
+def _shared(name: str, make: Callable[[], Any]) -> Any:
+    """What all copies of this file share: the one whose function is called need not be the one that wraps."""
+    if not hasattr(GenerationMixin, name):
+        setattr(GenerationMixin, name, make())
+    return getattr(GenerationMixin, name)
+
+
+# The attached drafter of each target, which is freed with its target.
+_attached: weakref.WeakKeyDictionary[Any, Any] = _shared("_falcon_attached_drafters", weakref.WeakKeyDictionary)
+# Load a drafter by its name, with the arguments `name, dtype`, or return `None` if the name is of another kind of
+# model. The installed package registers one.
+Loader = Callable[[str, torch.dtype], Any]
+_loaders: list[Loader] = _shared("_falcon_loaders", list)
 # The attribute of a prepared generation configuration that holds the settings of the call.
 _SETTINGS = "_falcon_call_settings"
 # The settings of the `generate` call that this thread or task is in: `generate` passes on no argument of ours.
 _settings_of_call: ContextVar[dict[str, Any] | None] = ContextVar("settings_of_call", default=None)
-# Loads a drafter of another method by its name, with the arguments `name, dtype`, or returns `None` if the name is of
-# another kind of model. The installed package registers it; code from the Hub loads Falcon drafters only.
-Loader = Callable[[str, torch.dtype], Any]
-_loaders: list[Loader] = []
 # The drafter that each target loaded last by its name. It is freed with its target.
 _loaded: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = weakref.WeakKeyDictionary()
 
@@ -76,32 +63,29 @@ def install() -> None:
     """
     Wraps `generate` and transformers' assisted decoding. A call with a Falcon drafter then runs the drafter's own
     decoding loop; a call with any other assistant runs as before. This happens on import and when a drafter is made.
-    Nothing happens after [`disable`], or if another copy of this code, of the same or a newer version, came first.
+    Nothing happens after [`disable`], or if another copy of this code came first.
     """
+    if getattr(GenerationMixin, _DISABLED, False):
+        return
     for name, wrap in _WRAPPERS.items():
         stock = getattr(GenerationMixin, name, None)
-        installed = int(getattr(stock, _MARK, 0))
-        if stock is None or _disabled or installed >= _VERSION:
+        if stock is None or hasattr(stock, _MARK):
             continue
-        if installed:
-            stock = stock.__wrapped__
         # `wraps`, because `generate` reads the signature of the method that it calls.
         wrapper = functools.wraps(stock)(wrap(stock))
-        setattr(wrapper, _MARK, _VERSION)
+        setattr(wrapper, _MARK, True)
         setattr(GenerationMixin, name, wrapper)
 
 
 def enable() -> None:
     """Undoes [`disable`]."""
-    global _disabled
-    _disabled = False
+    setattr(GenerationMixin, _DISABLED, False)
     install()
 
 
 def disable() -> None:
     """Restores transformers' own methods, for every drafter, until [`enable`]."""
-    global _disabled
-    _disabled = True
+    setattr(GenerationMixin, _DISABLED, True)
     for name in _WRAPPERS:
         if getattr(getattr(GenerationMixin, name, None), _MARK, False):
             setattr(GenerationMixin, name, getattr(GenerationMixin, name).__wrapped__)
@@ -139,40 +123,27 @@ def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike
         )
     given = drafter
     if isinstance(drafter, (str, os.PathLike)):
-        drafter = _load_drafter(target, drafter, None)
+        drafter = _load_drafter(target, drafter)
     if not _is_drafter(drafter):
         found = repr(str(given)) if isinstance(given, (str, os.PathLike)) else f"a {type(given).__name__}"
         raise TypeError(
             f"`drafter` is {found}, not a drafter of hf_falcon: give a drafter, such as a `FalconDraftModel`, or the "
             "name or the folder of one."
         )
-    # Drafters whose code is older have no such method, and are checked by the first call that drafts.
-    check_target = getattr(drafter, "check_target", None)
-    if check_target is not None:
-        check_target(target)
+    drafter.check_target(target)
     _attached[target] = drafter
 
 
 def detach(target: PreTrainedModel) -> None:
-    """
-    Undoes [`attach`]. Nothing happens if no drafter is attached.
-
-    Args:
-        target ([`PreTrainedModel`]): the target.
-    """
+    """Undoes [`attach`] for a target. Nothing happens if no drafter is attached."""
     _attached.pop(target, None)
 
 
 def call_settings(generation_config: GenerationConfig | None) -> dict[str, Any] | None:
     """
     The fields of a generation configuration that the user set for a `generate` call: as arguments of the call, in its
-    `generation_config`, or in the target's. Values that `generate` filled in are not among them.
-
-    Args:
-        generation_config ([`GenerationConfig`] or `None`): the configuration that `generate` gave the decoding loop.
-
-    Returns:
-        `dict`, or `None` if the configuration does not come from `generate` with a Falcon drafter.
+    `generation_config`, or in the target's. Values that `generate` filled in are not among them. The result is `None`
+    if the configuration does not come from `generate` with a Falcon drafter.
     """
     return getattr(generation_config, _SETTINGS, None)
 
@@ -198,10 +169,10 @@ def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         if assistant is None or call.arguments.get("custom_generate") is not None:
             return stock(self, *args, **kwargs)
         if isinstance(assistant, (str, os.PathLike)):
-            assistant = _load_drafter(self, assistant, more.get("trust_remote_code"))
+            assistant = _load_drafter(self, assistant)
         if not _is_drafter(assistant):
             return stock(self, *args, **kwargs)
-        names = _option_names(assistant)
+        names = type(assistant).draft_option_names
         settings = _settings_in(getattr(self, "generation_config", None))
         settings |= _settings_in(call.arguments.get("generation_config"))
         # An argument that is `None` unsets the field.
@@ -243,13 +214,9 @@ def _takes_attached(target: Any, settings: dict[str, Any], arguments: dict[str, 
     return config.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
 
 
-def _option_names(drafter: Any) -> tuple[str, ...]:
-    return getattr(type(drafter), "draft_option_names", _OLD_OPTION_NAMES)
-
-
 @functools.cache
 def _has_field(name: str) -> bool:
-    """Whether `GenerationConfig` has a field of this name. `generate` takes such an argument by itself."""
+    """Whether `generate` takes an argument of this name by itself."""
     return hasattr(GenerationConfig(), name)
 
 
@@ -269,11 +236,16 @@ def register_loader(load: Loader) -> None:
     _loaders.append(load)
 
 
-def _load_drafter(target: PreTrainedModel, name: str | os.PathLike[str], trust_remote_code: bool | None) -> Any:
+def _load_drafter(target: PreTrainedModel, name: str | os.PathLike[str]) -> Any:
     """
     Loads the drafter in a folder or a repository of the Hub, in the target's dtype and on its device. Each target
-    loads it once, and again after the folder was saved again. If it is no Falcon drafter, the name itself is returned.
+    loads it once, and again after the folder was saved again. If it is no drafter, the name itself is returned.
     """
+    if not _loaders:
+        raise ValueError(
+            f"`assistant_model` is {str(name)!r}: only the package loads drafters by name (`pip install hf-falcon`, "
+            "`import hf_falcon`); or give what `AutoModel.from_pretrained` returns for it."
+        )
     config_file = Path(name, "config.json")
     saved = config_file.stat().st_mtime_ns if config_file.is_file() else None
     wanted = (str(name), saved, target.dtype, target.device)
@@ -282,12 +254,8 @@ def _load_drafter(target: PreTrainedModel, name: str | os.PathLike[str], trust_r
         return drafter
     # Parameters that are made in inference mode could not be used outside it.
     with torch.inference_mode(False):
-        fields = read_object(str(name), "config.json") or {}
-        if fields.get("model_type") == "falcon_draft":
-            drafter = AutoModel.from_pretrained(name, dtype=target.dtype, trust_remote_code=trust_remote_code)
-        else:
-            found = (load(str(name), target.dtype) for load in _loaders)
-            drafter = next((each for each in found if each is not None), None)
+        found = (load(str(name), target.dtype) for load in _loaders)
+        drafter = next((each for each in found if each is not None), None)
         if drafter is None:
             return name
         drafter = drafter.to(target.device).eval()
@@ -311,7 +279,7 @@ def _wrap_assisted_decoding(stock: Callable[..., Any]) -> Callable[..., Any]:
         if settings is not None and config is not None:
             # `generate` has copied the configuration for this call.
             setattr(config, _SETTINGS, settings)
-            for name in _option_names(assistant):
+            for name in type(assistant).draft_option_names:
                 if not _has_field(name) and settings.get(name) is not None:
                     setattr(config, name, settings[name])
         return assistant.assisted_decoding(self, *args, **kwargs)
@@ -373,20 +341,8 @@ def prefill(
 ) -> Any:
     """
     Runs the prompt exactly as plain decoding does: in chunks if the call asks for them, and from a cache that holds
-    some of it already.
-
-    Args:
-        model ([`PreTrainedModel`]): the target.
-        input_ids (`torch.LongTensor` of shape `(batch, length)`): the prompt.
-        generation_config ([`GenerationConfig`]): the configuration that `generate` prepared.
-        model_kwargs (`dict`): the arguments of the model that `generate` prepared.
-        kwargs: more arguments of `_prefill`.
-
-    Returns:
-        The output of the model's forward.
-
-    Raises:
-        `RuntimeError`: if transformers has no `_prefill`.
+    some of it already. All arguments are as `generate` prepared them. Returns the output of the model's forward.
+    Without `_prefill` no call can be drafted for, and an error says so.
     """
     return _private(model, "_prefill", "run the prompt")(input_ids, generation_config, model_kwargs, **kwargs)
 
@@ -406,13 +362,10 @@ def extend_model_kwargs(
     are longer. A model may change others in its own way.
 
     Args:
-        model ([`PreTrainedModel`]): the target.
+        model ([`PreTrainedModel`]): the target. Without `_update_model_kwargs_for_generation` an error says so.
         model_kwargs (`dict`): the arguments of the model that `generate` prepared; they stay as they are.
         new_tokens (`int`): by how many tokens the text is longer.
         outputs ([`~transformers.utils.ModelOutput`], *optional*): of the model's last forward, if one ran.
-
-    Raises:
-        `RuntimeError`: if transformers has no `_update_model_kwargs_for_generation`.
     """
     update = _private(model, "_update_model_kwargs_for_generation", "know what a step of plain decoding gets")
     # transformers repeats the types of as many tokens as are new, where a step repeats that of the last one.
@@ -427,16 +380,9 @@ def extend_model_kwargs(
 
 def sample(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:
     """
-    transformers' own decoding without an assistant, greedy or sampling. It runs where the target or the call does not
-    support the verification of trees.
-
-    Args:
-        model ([`PreTrainedModel`]): the target.
-        input_ids (`torch.LongTensor` of shape `(batch, length)`): the prompt.
-        kwargs: the arguments that `generate` prepared, except those of the assistant.
-
-    Raises:
-        `RuntimeError`: if transformers has no `_sample`.
+    transformers' own decoding without an assistant, greedy or sampling, with the arguments that `generate` prepared.
+    It runs where the target or the call does not support the verification of trees. Without `_sample` an error says
+    so.
     """
     return _private(model, "_sample", "decode without drafts")(input_ids, **kwargs)
 
@@ -495,10 +441,8 @@ def attention_implementation(config: PreTrainedConfig) -> str | None:
 
 def allowed_tokens_function(processor: LogitsProcessor) -> Callable[[int, Tensor], list[int]]:
     """
-    The function that a [`~transformers.PrefixConstrainedLogitsProcessor`] asks for the allowed tokens of a row.
-
-    Raises:
-        `RuntimeError`: if the processor keeps it under another name.
+    The function that a [`~transformers.PrefixConstrainedLogitsProcessor`] asks for the allowed tokens of a row. If the
+    processor keeps it under another name, an error says so.
     """
     return _private(processor, "_prefix_allowed_tokens_fn", "apply `prefix_allowed_tokens_fn` to a batch")
 
@@ -541,14 +485,9 @@ except ImportError:
 
 def replace_sdpa(old: Callable[..., Any] | None, new: Callable[..., Any]) -> bool:
     """
-    Makes `new` the attention function "sdpa" of all models, if it is `old` now. Another library may have replaced it,
-    and is left alone. The name is never absent in between: other threads look it up at the same time.
-
-    Args:
-        old, new (`Callable`): functions with the interface of [`sdpa_attention_forward`].
-
-    Returns:
-        `bool`: whether it was replaced.
+    Makes `new` the attention function "sdpa" of all models, if it is `old` now, and returns whether it did. Another
+    library may have replaced it, and is left alone. The name is never absent in between: other threads look it up at
+    the same time. Both have the interface of [`sdpa_attention_forward`].
     """
     if old is None or AttentionInterface().get("sdpa") is not old:
         return False

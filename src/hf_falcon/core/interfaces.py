@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-The interfaces of the core: what the candidate generator asks of a drafter, and where faster ways to run the target and
-the drafter plug in.
+The interfaces of the core: what the candidate generator asks of a drafter, and where the installed package plugs in:
+with faster ways to run the target and the drafter, and with the checks of a drafter's files.
 
 A drafter has three parts. The [`Drafter`] is the model itself. Its [`DraftHead`] turns states into logits over the
 draft vocabulary; all sequences of a call share it. A [`DraftSession`] drafts for one sequence: it commits accepted
@@ -269,3 +269,51 @@ def target_acceleration(
 def drafter_acceleration(drafter: Drafter, target: PreTrainedModel) -> DrafterAcceleration:
     """See [`Backend.for_drafter`]."""
     return DrafterAcceleration(drafter) if _backend is None else _backend.for_drafter(drafter, target)
+
+
+class DrafterFiles:
+    """
+    How the files of a Falcon drafter are read and saved: as transformers does. So it is for code from the Hub, which
+    comes from where the files come from. The installed package checks files of strangers, and saves the code, too.
+    """
+
+    def check_config(self, config: Any, others: dict[str, Any]) -> None:
+        """
+        Checks a new configuration.
+
+        Args:
+            config ([`FalconDraftConfig`]): the configuration, with all its own fields.
+            others (`dict`): fields of [`~transformers.PreTrainedConfig`]; those that a drafter does not need go.
+
+        Raises:
+            `ValueError`: for a field out of range or of another type.
+        """
+
+    def read_config(self, read: Callable[..., Any], name: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Calls `read(name, **kwargs)`, which is [`PreTrainedConfig.get_config_dict`]."""
+        return read(name, **kwargs)
+
+    def check(self, model_class: Any, name: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Checks a folder or a repository. Returns the arguments of `from_pretrained` that load what was checked."""
+        return kwargs
+
+    def complete(self, model: Any, folder: Any) -> None:
+        """Completes the folder that a drafter was saved to."""
+
+    def push(self, model: Any, repo_id: str, **kwargs: Any) -> str:
+        """See [`FalconDraftModel.push_to_hub`]."""
+        return PreTrainedModel.push_to_hub(model, repo_id, **kwargs)
+
+
+_files = DrafterFiles()
+
+
+def register_files(files: DrafterFiles) -> None:
+    """Takes what every later Falcon drafter of this process is read and saved with."""
+    global _files
+    _files = files
+
+
+def drafter_files() -> DrafterFiles:
+    """What was registered with [`register_files`]."""
+    return _files

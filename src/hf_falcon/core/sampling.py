@@ -22,8 +22,8 @@ from transformers import (
 
 from .candidate_generator import ContextHead, FalconCandidateGenerator
 from .draft_options import DraftOptions
+from .draft_statistics import StatisticsRecorder
 from .interfaces import DraftedBlocks, Drafter
-from .statistics import StatisticsRecorder
 from .target_run import TargetRun
 from .tree import DraftTree, DynamicTree, StaticTree, to_device, validate_paths
 from .verification import Batch, TokenSequence, verify, walk

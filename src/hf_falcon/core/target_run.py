@@ -15,10 +15,10 @@ from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
 
 from .caches import Rewind, RowSlots, SlotLayer, adopt_layers, give_back
 from .costs import Costs
+from .draft_statistics import LayerOutputs
 from .hook import attention_implementation, extend_model_kwargs, is_user_defined, prefill
 from .interfaces import target_acceleration
 from .modeling_falcon_draft import additive_mask, hide_end
-from .statistics import LayerOutputs
 from .target_parts import (
     CACHE_NAMES,
     SLIDING,

@@ -24,8 +24,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
+from .draft_statistics import NearTies
 from .hook import allowed_tokens_function, pad_token
-from .statistics import NearTies
 from .tree import DraftTree, to_device, to_host
 
 # Verifies the tree of a row; see [`verify`].

@@ -9,12 +9,12 @@ processor has no products for them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from .packed_layouts import PackedWeight, has_bfloat16_products
 
@@ -63,6 +63,17 @@ class LentWeight(Protocol):
 
     def is_of(self, weight: Tensor) -> bool:
         """See [`WeightMark.is_of`]."""
+
+
+def ordinary_linear(state: Mapping[str, Any]) -> tuple[Any, ...]:
+    """
+    What a layer whose class is replaced is copied and pickled as: an ordinary layer, without what it has in rounds.
+
+    Args:
+        state (mapping of `str`): the layer's attributes. Layers with a forward of their own keep their class.
+    """
+    kept = {name: value for name, value in state.items() if name not in ("lent", "forward")}
+    return object.__new__, (nn.Linear,), kept
 
 
 class WeightMark:

@@ -97,6 +97,26 @@ class _Here(threading.local):
     of_layers: Sequence[LayerCache] = ()
 
 
+class RoundForward:
+    """
+    The forward of a module in rounds. A copy of the module that another thread makes meanwhile has the module's own.
+
+    Args:
+        module (`torch.nn.Module`): the module.
+        forward (`Callable`): what is called.
+    """
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]):
+        self._module, self._forward = module, forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy has no attributes yet when this is called for it.
+        return getattr, (self._module, "forward")
+
+
 class CompiledRounds:
     """
     A target's decoder and LM head, compiled for trees of a few sizes. The compiled code runs in rounds only, in any
@@ -123,8 +143,10 @@ class CompiledRounds:
         layers = decoder_layers(target)
         self._layers = [] if captures_graphs(target.device) or _pays_as_a_whole(target, layers) else layers
         # The forwards of modules in rounds.
-        self._forwards: dict[nn.Module, Callable[..., Any]] = {decoder: self._forward}
-        self._forwards |= {layer: partial(self._layer_forward, layer, i) for i, layer in enumerate(self._layers)}
+        self._forwards = {decoder: RoundForward(decoder, self._forward)}
+        for index, layer in enumerate(self._layers):
+            self._forwards[layer] = RoundForward(layer, partial(self._layer_forward, layer, index))
+        self._forward_of_head = RoundForward(self._head, self._head_forward)
         self._config = compile_config
         # One graph for each size: kernels for any number of rows are slower.
         self._compiled: dict[int, CompiledCode] = {}
@@ -210,7 +232,7 @@ class CompiledRounds:
                 for module, forward in self._forwards.items():
                     vars(module)["forward"] = forward
                 if self._head in self._weights:
-                    vars(self._head)["forward"] = self._head_forward
+                    vars(self._head)["forward"] = self._forward_of_head
 
     def _leave(self) -> None:
         with self._lock:
@@ -218,7 +240,7 @@ class CompiledRounds:
             if self._users == 0:
                 for module in self._forwards:
                     del vars(module)["forward"]
-                if vars(self._head).get("forward") == self._head_forward:
+                if vars(self._head).get("forward") is self._forward_of_head:
                     del vars(self._head)["forward"]
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -267,9 +289,9 @@ class CompiledRounds:
         Whether compiled code computes what the decoder computes: no part of it has hooks or a forward of its own,
         which compiled code would skip, and its weights are unchanged.
         """
-        own = all(vars(module).get("forward", mine) == mine for module, mine in self._forwards.items())
+        own = all(vars(module).get("forward", mine) is mine for module, mine in self._forwards.items())
         if self._head in self._weights:
-            own = own and vars(self._head).get("forward", self._head_forward) == self._head_forward
+            own = own and vars(self._head).get("forward", self._forward_of_head) is self._forward_of_head
         inner = itertools.chain.from_iterable(part.modules() for part in self._decoder.children())
         return (
             own

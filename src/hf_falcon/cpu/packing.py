@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .compact_weights import LentWeight
+from .compact_weights import LentWeight, ordinary_linear
 from .huge_pages import move_to_huge_pages
 from .packed_layouts import BlockLayout, OneDnnLayout, PackedWeight, has_bfloat16_products, layout_of
 
@@ -100,7 +100,7 @@ class PackedLinear(nn.Linear):
         if self._gave_up_dense:
             weight = nn.Parameter(packed.to_dense(), requires_grad=weight.requires_grad)
         state["_parameters"] = {**self._parameters, "weight": weight}
-        return object.__new__, (nn.Linear,), state
+        return ordinary_linear(state)
 
 
 def pack_weights(model: nn.Module) -> None:

@@ -11,13 +11,13 @@ import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .compact_weights import LentWeight
+from .compact_weights import LentWeight, ordinary_linear
 from .packed_layouts import has_bfloat16_products, product_of_blocks
 
 _CAPABILITY = torch.backends.cpu.get_cpu_capability()
@@ -48,7 +48,7 @@ _here = _Here()
 class SkinnyLinear(nn.Linear):
     """
     The class of linear layers while trees are scored or drafted. For other threads it computes what an ordinary linear
-    layer computes.
+    layer computes, and its copies are ordinary layers.
     """
 
     # Set while compiled code runs.
@@ -75,6 +75,9 @@ class SkinnyLinear(nn.Linear):
         blocks = weight.view(-1, width, self.in_features).transpose(1, 2)
         output = product_of_blocks(input, blocks)
         return output if bias is None else output + bias
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return ordinary_linear(vars(self))
 
 
 class InnerLinear(SkinnyLinear):

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ..core.checkpoint_files import LOADING, pinned
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import DraftModel
 from .checkpoints import read_fields
+from .files import LOADING, pinned
 
 Fields = dict[str, Any]
 

@@ -7,27 +7,26 @@ the logits that depends on the token before.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers import initialization as init
 
 from ..core.caches import DraftCache
-from ..core.checkpoint_files import pinned, reading
 from ..core.draft_session import TargetHead
 from ..core.interfaces import DraftedBlocks, DrafterAcceleration
 from ..core.modeling_falcon_draft import FalconDecoderLayer, FalconRMSNorm, KeyValueCache, additive_mask, rotate
 from ..core.tree import to_device
-from .checkpoints import load_weights, read_fields, read_options
 from .dflash_config import DFlashDraftConfig
-from .dflash_files import dflash_config, read_dflash
+from .dflash_files import dflash_fields
 from .layers import LayerAttention
 from .speculators_model import SpeculatorsDraftModel
+
+# The confidence head predicts which tokens are accepted. The policy does so from the drafter's probabilities.
+_CONFIDENCE_HEAD = "confidence_head."
 
 
 class DFlashAttention(LayerAttention):
@@ -210,39 +209,24 @@ class DFlashDraftModel(SpeculatorsDraftModel):
         return DFlashLayer(self.config.transformer_layer_config, index)
 
     @classmethod
-    def config_of(cls, fields: dict[str, Any], weights: Mapping[str, Tensor]) -> DFlashDraftConfig:
-        """See [`SpeculatorsDraftModel.config_of`]."""
-        return dflash_config(fields)
+    def fields_of(cls, fields: dict[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See [`SpeculatorsDraftModel.fields_of`]."""
+        return dflash_fields(fields)
 
     @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: Any,
-        dtype: str | torch.dtype | None = None,
-        layer_ids: list[int] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """
-        Loads a DFlash or DSpark drafter, in evaluation mode.
+    def weight_names(cls, fields: dict[str, Any], names: Iterable[str]) -> dict[str, str]:
+        """See [`SpeculatorsDraftModel.weight_names`]."""
+        return {name: name for name in names if not name.startswith(_CONFIDENCE_HEAD)}
 
-        Args:
-            pretrained_model_name_or_path, dtype, kwargs: see [`AutoDrafter.from_pretrained`].
-            layer_ids (`list[int]`, *optional*):
-                The hidden states of the target that it reads, if those in the file are wrong: the field
-                `aux_hidden_state_layer_ids` of [`DFlashDraftConfig`].
-        """
-        name = os.fspath(pretrained_model_name_or_path)
-        kwargs = pinned(name, **kwargs)
-        config, weights = read_dflash(name, read_fields(name, **kwargs), layer_ids, **kwargs)
+    @classmethod
+    def parts_of(cls, config: Any, weights: Mapping[str, Tensor]) -> dict[str, bool]:
+        """See [`SpeculatorsDraftModel.parts_of`]."""
         # A drafter of another width than its target cannot use the target's.
         needs_own = config.target_hidden_size != config.hidden_size
-        own = [needs_own or part in weights for part in ("embed_tokens.weight", "lm_head.weight")]
-        # An invalid value in a field of transformers may only fail when the network is built.
-        with reading("config.json"), init.no_init_weights(), torch.device("meta"):
-            drafter = cls(config, *own)
-        load_weights(drafter, name, weights, dtype)
-        read_options(drafter, name, **kwargs)
-        return drafter.eval()
+        return {
+            "has_embedding": needs_own or "embed_tokens.weight" in weights,
+            "has_head": needs_own or "lm_head.weight" in weights,
+        }
 
     def check_layers(self, num_layers: int) -> None:
         """See [`SpeculatorsDraftModel.check_layers`]."""

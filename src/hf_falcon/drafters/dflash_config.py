@@ -24,7 +24,7 @@ class DFlashDraftConfig(SpeculatorsDraftConfig):
     in `block_rows`.
 
     Args:
-        transformer_layer_config, draft_vocab_size, target_hidden_size, speculators_config, target_fingerprint, kwargs:
+        transformer_layer_config, kwargs:
             See [`SpeculatorsDraftConfig`]. The layers always have Qwen3's norms of queries and keys.
         block_size (`int`, *optional*, defaults to 8): rows of a block, the anchor's included.
         aux_hidden_state_layer_ids (`list[int]`):
@@ -51,28 +51,17 @@ class DFlashDraftConfig(SpeculatorsDraftConfig):
     def __init__(
         self,
         transformer_layer_config: dict[str, Any] | PreTrainedConfig | None = None,
-        draft_vocab_size: int | None = None,
         block_size: int = 8,
         aux_hidden_state_layer_ids: list[int] | None = None,
         mask_token_id: int | None = None,
-        target_hidden_size: int | None = None,
         sample_from_anchor: bool = False,
         sliding_window_non_causal: bool = False,
         markov_rank: int = 0,
         markov_head_type: str = "vanilla",
         num_target_layers: int | None = None,
-        speculators_config: dict[str, Any] | None = None,
-        target_fingerprint: str | None = None,
         **kwargs: Any,
     ):
-        super().__init__(
-            transformer_layer_config,
-            draft_vocab_size,
-            target_hidden_size,
-            speculators_config,
-            target_fingerprint,
-            **kwargs,
-        )
+        super().__init__(transformer_layer_config, **kwargs)
         self.block_rows = block_size
         self.aux_hidden_state_layer_ids = aux_hidden_state_layer_ids
         self.mask_token_id = mask_token_id

@@ -8,64 +8,25 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
-
-from ..core.checkpoint_files import reading
-from .checkpoints import network_weights, read_weights
-from .dflash_config import DFlashDraftConfig
-
-# The confidence head predicts which tokens are accepted. The policy does so from the drafter's probabilities.
-_CONFIDENCE_HEAD = "confidence_head."
 # Values of the fields that the package leaves to its class of DSpark.
 _DSPARK_DEFAULTS = {"sample_from_anchor": True, "markov_rank": 256}
 # Fields of original configurations that change what is computed, and their values that change nothing.
 _WITHOUT_EFFECT = {"input_embedding_scale": 1.0, "output_multiplier": 1.0, "final_logit_softcapping": 0.0}
 
 
-def read_dflash(
-    repository: str, fields: dict[str, Any], layer_ids: list[int] | None = None, **loading: Any
-) -> tuple[DFlashDraftConfig, dict[str, Tensor]]:
+def dflash_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """
-    Reads a DFlash or DSpark checkpoint.
+    The fields of [`DFlashDraftConfig`] for a DFlash or DSpark checkpoint.
 
     Args:
-        repository (`str`): a folder, or a repository of the Hub.
         fields (`dict`): the fields of its `config.json`.
-        layer_ids (`list[int]`, *optional*):
-            `aux_hidden_state_layer_ids` of [`DFlashDraftConfig`], in place of what the file says.
-        loading: see [`read_weights`].
-
-    Returns:
-        The configuration, and the weights under the names of [`DFlashDraftModel`].
 
     Raises:
-        `ValueError`, `OSError`: see [`AutoDrafter.from_pretrained`].
+        `ValueError`: for fields whose drafters cannot be read.
     """
-    config = dflash_config(fields, layer_ids)
-    weights = read_weights(repository, fields.get("weights_sha256"), **loading)
-    weights = network_weights(repository, weights, config)
-    return config, {name: weight for name, weight in weights.items() if not name.startswith(_CONFIDENCE_HEAD)}
-
-
-def dflash_config(fields: dict[str, Any], layer_ids: list[int] | None = None) -> DFlashDraftConfig:
-    """
-    The configuration of a DFlash or DSpark checkpoint.
-
-    Args:
-        fields, layer_ids: see [`read_dflash`].
-
-    Raises:
-        `ValueError`: see [`DFlashDraftConfig`].
-    """
-    with reading("config.json"):
-        if "speculators_model_type" in fields:
-            defaults = _DSPARK_DEFAULTS if fields["speculators_model_type"] == "dspark" else {}
-            found = {**defaults, **{name: value for name, value in fields.items() if name != "model_type"}}
-        else:
-            found = _of_original(fields)
-        if layer_ids is not None:
-            found["aux_hidden_state_layer_ids"] = layer_ids
-        return DFlashDraftConfig(**found)
+    if "speculators_model_type" not in fields:
+        return _of_original(fields)
+    return {**(_DSPARK_DEFAULTS if fields["speculators_model_type"] == "dspark" else {}), **fields}
 
 
 def _of_original(fields: dict[str, Any]) -> dict[str, Any]:

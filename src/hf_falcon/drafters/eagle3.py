@@ -6,25 +6,21 @@ head of its own over a draft vocabulary.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers import initialization as init
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
 
-from ..core.checkpoint_files import pinned, reading
 from ..core.draft_session import BlockSession, embed
 from ..core.interfaces import DrafterAcceleration
 from ..core.modeling_falcon_draft import FalconRMSNorm, KeyValueCache
-from .checkpoints import load_weights, read_fields, read_options
 from .eagle3_config import Eagle3DraftConfig, default_layers
-from .eagle3_files import eagle3_config, read_eagle3
+from .eagle3_files import eagle3_fields, original_name
 from .layers import LayerAttention
 from .speculators_model import SpeculatorsDraftModel
 
@@ -87,9 +83,9 @@ class Eagle3Head:
     def logits(self, states: Tensor) -> Tensor:
         """See [`DraftHead.logits`]."""
         # One matrix: for a batch of strided rows the product would copy the weight.
-        rows = states.reshape(-1, states.shape[-1])
-        rows = rows if self._norm is None else self._norm(rows)
-        return self.linear(rows.to(self.linear.weight.dtype)).view(*states.shape[:-1], -1)
+        flat = states.reshape(-1, states.shape[-1])
+        flat = flat if self._norm is None else self._norm(flat)
+        return self.linear(flat.to(self.linear.weight.dtype)).view(*states.shape[:-1], -1)
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """See [`DraftHead.to_target_ids`]."""
@@ -135,36 +131,20 @@ class Eagle3DraftModel(SpeculatorsDraftModel):
         return Eagle3Layer(self.config, index)
 
     @classmethod
-    def config_of(cls, fields: dict[str, Any], weights: Mapping[str, Tensor]) -> Eagle3DraftConfig:
-        """See [`SpeculatorsDraftModel.config_of`]."""
-        return eagle3_config(fields, weights)
+    def fields_of(cls, fields: dict[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
+        """See [`SpeculatorsDraftModel.fields_of`]. An original layout does not say all in its `config.json`."""
+        return eagle3_fields(fields, {new: weights[old] for old, new in cls.weight_names(fields, weights).items()})
 
     @classmethod
-    def from_pretrained(
-        cls,
-        pretrained_model_name_or_path: Any,
-        dtype: str | torch.dtype | None = None,
-        layer_ids: list[int] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """
-        Loads an EAGLE-3 drafter, in evaluation mode.
+    def weight_names(cls, fields: dict[str, Any], names: Iterable[str]) -> dict[str, str]:
+        """See [`SpeculatorsDraftModel.weight_names`]."""
+        is_original = "speculators_model_type" not in fields
+        return {name: original_name(name) if is_original else name for name in names}
 
-        Args:
-            pretrained_model_name_or_path, dtype, kwargs: see [`AutoDrafter.from_pretrained`].
-            layer_ids (`list[int]`, *optional*):
-                The hidden states of the target that it reads, if those in the file are wrong: the field
-                `eagle_aux_hidden_state_layer_ids` of [`Eagle3DraftConfig`].
-        """
-        name = os.fspath(pretrained_model_name_or_path)
-        kwargs = pinned(name, **kwargs)
-        config, weights = read_eagle3(name, read_fields(name, **kwargs), layer_ids, **kwargs)
-        # An invalid value in a field of transformers may only fail when the network is built.
-        with reading("config.json"), init.no_init_weights(), torch.device("meta"):
-            drafter = cls(config, has_embedding="embed_tokens.weight" in weights)
-        load_weights(drafter, name, weights, dtype)
-        read_options(drafter, name, **kwargs)
-        return drafter.eval()
+    @classmethod
+    def parts_of(cls, config: Any, weights: Mapping[str, Tensor]) -> dict[str, bool]:
+        """See [`SpeculatorsDraftModel.parts_of`]."""
+        return {"has_embedding": "embed_tokens.weight" in weights}
 
     def check_layers(self, num_layers: int) -> None:
         """

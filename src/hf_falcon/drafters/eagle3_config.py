@@ -22,8 +22,7 @@ class Eagle3DraftConfig(SpeculatorsDraftConfig):
     `speculators`, with its field names.
 
     Args:
-        transformer_layer_config, draft_vocab_size, target_hidden_size, speculators_config, target_fingerprint, kwargs:
-            See [`SpeculatorsDraftConfig`].
+        transformer_layer_config, kwargs: see [`SpeculatorsDraftConfig`].
         eagle_aux_hidden_state_layer_ids (`list[int]`, *optional*):
             The target's hidden states that the drafter reads: id n is the hidden state after n layers. By default 2,
             half of the target's layers, and all but 3.
@@ -45,25 +44,14 @@ class Eagle3DraftConfig(SpeculatorsDraftConfig):
     def __init__(
         self,
         transformer_layer_config: dict[str, Any] | PreTrainedConfig | None = None,
-        draft_vocab_size: int | None = None,
         eagle_aux_hidden_state_layer_ids: list[int] | None = None,
-        target_hidden_size: int | None = None,
         norm_before_residual: bool = False,
         norm_before_fc: bool = False,
         fc_norm: bool = False,
         norm_output: bool = False,
-        speculators_config: dict[str, Any] | None = None,
-        target_fingerprint: str | None = None,
         **kwargs: Any,
     ):
-        super().__init__(
-            transformer_layer_config,
-            draft_vocab_size,
-            target_hidden_size,
-            speculators_config,
-            target_fingerprint,
-            **kwargs,
-        )
+        super().__init__(transformer_layer_config, **kwargs)
         # An empty list is published, too, in place of none.
         ids = eagle_aux_hidden_state_layer_ids
         self.eagle_aux_hidden_state_layer_ids = None if ids == [] else ids

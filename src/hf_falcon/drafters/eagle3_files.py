@@ -8,67 +8,27 @@ from typing import Any
 
 from torch import Tensor
 
-from ..core.checkpoint_files import reading
-from .checkpoints import network_weights, read_weights
-from .eagle3_config import Eagle3DraftConfig
-
 # Old names of fields.
 _OLD_NAMES = {"fc_norm": "use_aux_norm"}
 # Fields of an original configuration that are not of its decoder layers.
 _NOT_OF_LAYERS = ("architectures", "auto_map", "draft_vocab_size", "eagle_config", "target_hidden_size", "model_type")
 
 
-def read_eagle3(
-    repository: str, fields: dict[str, Any], layer_ids: list[int] | None = None, **loading: Any
-) -> tuple[Eagle3DraftConfig, dict[str, Tensor]]:
+def eagle3_fields(fields: dict[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
     """
-    Reads an EAGLE-3 checkpoint.
+    The fields of [`Eagle3DraftConfig`] for an EAGLE-3 checkpoint.
 
     Args:
-        repository (`str`): a folder, or a repository of the Hub.
         fields (`dict`): the fields of its `config.json`.
-        layer_ids (`list[int]`, *optional*):
-            `eagle_aux_hidden_state_layer_ids` of [`Eagle3DraftConfig`], in place of what the file says.
-        loading: see [`read_weights`].
-
-    Returns:
-        The configuration, and the weights under the names of [`Eagle3DraftModel`].
+        weights (mapping of `str` to `torch.Tensor`): its weights under their names in the layout of `speculators`.
 
     Raises:
-        `ValueError`, `OSError`: see [`AutoDrafter.from_pretrained`].
+        `ValueError`: for fields whose drafters cannot be read.
     """
-    weights = read_weights(repository, fields.get("weights_sha256"), **loading)
-    if "speculators_model_type" not in fields:
-        weights = {_renamed(name): weight for name, weight in weights.items()}
-    config = eagle3_config(fields, weights, layer_ids)
-    return config, network_weights(repository, weights, config)
+    return dict(fields) if "speculators_model_type" in fields else _of_original(fields, weights)
 
 
-def eagle3_config(
-    fields: dict[str, Any], weights: Mapping[str, Tensor], layer_ids: list[int] | None = None
-) -> Eagle3DraftConfig:
-    """
-    The configuration of an EAGLE-3 checkpoint.
-
-    Args:
-        fields, layer_ids: see [`read_eagle3`].
-        weights (mapping of `str` to `torch.Tensor`):
-            Its weights, which may be on the meta device. An original layout does not say all in its `config.json`.
-
-    Raises:
-        `ValueError`: see [`Eagle3DraftConfig`].
-    """
-    with reading("config.json"):
-        if "speculators_model_type" in fields:
-            found = {name: value for name, value in fields.items() if name != "model_type"}
-        else:
-            found = _of_original(fields, {_renamed(name): weight for name, weight in weights.items()})
-        if layer_ids is not None:
-            found["eagle_aux_hidden_state_layer_ids"] = layer_ids
-        return Eagle3DraftConfig(**found)
-
-
-def _renamed(name: str) -> str:
+def original_name(name: str) -> str:
     """The name of an original weight in the layout of `speculators`."""
     return name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
 

@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
+from ..core.checkpoint_files import reading
 from ..core.draft_session import check_embedding
 from ..core.drafter import DraftModel
 from ..core.modeling_falcon_draft import FalconRMSNorm, KeyValueCache
+from .checkpoints import load_weights, network_weights, read_fields, read_options, read_weights
+from .files import pinned
 from .layers import RotaryEmbedding
 from .speculators_config import SpeculatorsDraftConfig
 
@@ -22,7 +26,7 @@ class SpeculatorsDraftModel(DraftModel):
     """
     What drafters in the layout of the package `speculators` share: a projection of the target's hidden states, decoder
     layers, and a draft vocabulary. The names of the weights are those of the package. A subclass adds `make_layer`,
-    and what [`DraftModel`] asks for.
+    `fields_of`, `parts_of`, and what [`DraftModel`] asks for.
 
     Args:
         config ([`SpeculatorsDraftConfig`]): its configuration.
@@ -31,6 +35,7 @@ class SpeculatorsDraftModel(DraftModel):
         has_head (`bool`): whether it has a head of its own.
     """
 
+    config_class: Any = SpeculatorsDraftConfig
     base_model_prefix = "drafter"
     main_input_name = "features"
     supports_gradient_checkpointing = True
@@ -71,15 +76,79 @@ class SpeculatorsDraftModel(DraftModel):
             init.copy_(self.t2d, torch.arange(self.config.vocab_size) < self.config.draft_vocab_size)
 
     @classmethod
-    def config_of(cls, fields: dict[str, Any], weights: Mapping[str, Tensor]) -> SpeculatorsDraftConfig:
+    def fields_of(cls, fields: dict[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
         """
-        The configuration of a checkpoint, in any layout of the method.
+        The fields of `config_class` for a checkpoint in any layout of the method.
 
         Args:
             fields (`dict`): the fields of its `config.json`.
             weights (mapping of `str` to `torch.Tensor`): its weights, which may be on the meta device.
         """
-        raise NotImplementedError(f"{cls.__name__} has no `config_of`.")
+        raise NotImplementedError(f"{cls.__name__} has no `fields_of`.")
+
+    @classmethod
+    def weight_names(cls, fields: dict[str, Any], names: Iterable[str]) -> dict[str, str]:
+        """The names of the network's weights, by their names in a checkpoint; others are not read."""
+        return {name: name for name in names}
+
+    @classmethod
+    def parts_of(cls, config: Any, weights: Mapping[str, Tensor]) -> dict[str, bool]:
+        """The arguments of the class, beside its configuration, for a checkpoint with these weights."""
+        raise NotImplementedError(f"{cls.__name__} has no `parts_of`.")
+
+    @classmethod
+    def config_of(
+        cls, fields: dict[str, Any], weights: Mapping[str, Tensor], layer_ids: list[int] | None = None
+    ) -> SpeculatorsDraftConfig:
+        """
+        The configuration of a checkpoint, in any layout of the method.
+
+        Args:
+            fields, weights: see `fields_of`.
+            layer_ids (`list[int]`, *optional*): see `from_pretrained`.
+
+        Raises:
+            `ValueError`: for a field out of range.
+        """
+        with reading("config.json"):
+            found = {name: value for name, value in cls.fields_of(fields, weights).items() if name != "model_type"}
+            if layer_ids is not None:
+                found[cls.config_class.layer_ids_field] = layer_ids
+            return cls.config_class(**found)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        pretrained_model_name_or_path: Any,
+        dtype: str | torch.dtype | None = None,
+        layer_ids: list[int] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """
+        Loads a drafter of the method, in any of its layouts, in evaluation mode.
+
+        Args:
+            pretrained_model_name_or_path, dtype, kwargs: see [`AutoDrafter.from_pretrained`].
+            layer_ids (`list[int]`, *optional*):
+                The hidden states of the target that it reads, if those in the file are wrong: the configuration's
+                `aux_hidden_state_layer_ids`, or `eagle_aux_hidden_state_layer_ids`.
+
+        Raises:
+            `ValueError`, `OSError`: see [`AutoDrafter.from_pretrained`].
+        """
+        name = os.fspath(pretrained_model_name_or_path)
+        kwargs = pinned(name, **kwargs)
+        fields = read_fields(name, **kwargs)
+        stored = read_weights(name, fields.get("weights_sha256"), **kwargs)
+        config = cls.config_of(fields, stored, layer_ids)
+        weights = {new: stored[old] for old, new in cls.weight_names(fields, stored).items()}
+        weights = network_weights(name, weights, config)
+        # An invalid value in a field of transformers may only fail when the network is built.
+        with reading("config.json"), init.no_init_weights(), torch.device("meta"):
+            drafter = cls(config, **cls.parts_of(config, weights))
+        load_weights(drafter, name, weights, dtype)
+        read_options(drafter, name, **kwargs)
+        return drafter.eval()
 
     @property
     def draft_vocab_ids(self) -> Tensor | None:
