@@ -3,10 +3,8 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +29,7 @@ from .caches import (
     unfold_static,
 )
 from .costs import Costs
-from .hook import attention_implementation, extend_model_kwargs, is_user_defined, leave_past_recording, prefill
+from .hook import extend_model_kwargs, is_user_defined, leave_past_recording, prefill
 from .interfaces import target_acceleration
 from .modeling_falcon_draft import additive_mask, hide_end
 from .statistics import LayerOutputs
@@ -49,9 +47,6 @@ from .tree import DraftTree, chain, star, to_device
 
 # Slots for the tree of a round, if it is no larger than most.
 _TREE_SLOTS = 128
-# Tokens of the prompt and behind it that show whether a target can run a chain, and how far their logits may differ.
-_TRIED_PROMPT, _TRIED_TOKENS = 8, 5
-_TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.1
 
 
 class TargetRun:
@@ -481,80 +476,6 @@ class ChainRun:
             for layer in self.cache.layers:
                 leave_past_recording(layer)
         return self.cache
-
-
-# For each target, how it attends, and the fault that was found in its chains.
-_chain_faults: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, str | None]] = weakref.WeakKeyDictionary()
-
-
-def chain_fault(
-    model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any]
-) -> str | None:
-    """
-    Tries once whether a target gives the same logits for several tokens in one forward as for one after the other:
-    some models forget their recurrent state there.
-
-    Args:
-        model ([`PreTrainedModel`]): the target.
-        generation_config ([`GenerationConfig`]): configuration of the call.
-        model_kwargs (`dict`): the model's arguments that `generate` prepared.
-
-    Returns:
-        `str`, or `None` without a fault; it completes "plain decoding runs: ...".
-    """
-    form = (attention_implementation(model.config), model.dtype, model.device)
-    known, fault = _chain_faults.get(model, (None, None))
-    if known != form:
-        try:
-            fault = _try_chains(model, generation_config, model_kwargs)
-        # Whatever a model says to a text without what else it was given.
-        except Exception as error:
-            fault = f"the target runs a text with its other inputs, not alone ({type(error).__name__}: {error})"
-        _chain_faults[model] = form, fault
-    return fault
-
-
-@torch.no_grad()
-def _try_chains(
-    model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any]
-) -> str | None:
-    config = copy.copy(generation_config)
-    config.prefill_chunk_size = None
-    config.return_dict_in_generate = False
-    text_config = model.config.get_text_config(decoder=True)
-    tokens = torch.arange(_TRIED_PROMPT + _TRIED_TOKENS)[None] % text_config.vocab_size
-    prompt = tokens[:, :_TRIED_PROMPT].to(model.device)
-
-    def start() -> ChainRun:
-        kwargs: dict[str, Any] = {"use_cache": True}
-        if model_kwargs.get("past_key_values") is not None:
-            kwargs["past_key_values"] = DynamicCache(config=text_config)
-        if model_kwargs.get("attention_mask") is not None:
-            kwargs["attention_mask"] = torch.ones_like(prompt)
-        if (positions := model_kwargs.get("position_ids")) is not None:
-            places = torch.arange(_TRIED_PROMPT, device=positions.device)
-            kwargs["position_ids"] = places.expand(*positions.shape[:-1], -1)
-        run = ChainRun(model, prompt, config, kwargs)
-        run.prefill(prompt)
-        return run
-
-    def score(run: ChainRun, end: int, nodes: int, kept: int) -> Tensor:
-        logits, _ = run.score(chain(tokens[0, end - 1 : end - 1 + nodes]), tokens[:, :end])
-        run.accept(torch.arange(kept))
-        return logits
-
-    single, several = start(), start()
-    first = _TRIED_PROMPT + 1
-    expected = torch.cat([score(single, first + step, 1, 1) for step in range(_TRIED_TOKENS)])
-    # A forward of which most tokens are rejected, then one over all.
-    score(several, first, _TRIED_TOKENS, 1)
-    found = score(several, first + 1, _TRIED_TOKENS - 1, _TRIED_TOKENS - 1)
-    expected, found = expected[1:].float(), found.float()
-    error = float((found - expected).norm() / expected.norm())
-    # NaN is a fault as well.
-    if error < (_TOLERANCE if model.dtype == torch.float32 else _TOLERANCE_HALF):
-        return None
-    return f"the target computes {_TRIED_TOKENS} tokens in one forward otherwise than one by one (by {error:.1e})"
 
 
 class BatchedTargetRun:
