@@ -9,7 +9,7 @@ import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from hf_falcon import FalconDraftConfig, FalconDraftModel
-from hf_falcon.core import decoding
+from hf_falcon.core import decoding, probe
 
 DECODERS = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MULTIMODAL = {
@@ -136,8 +136,7 @@ def _compare_row(
     verdicts = []
     with pytest.MonkeyPatch.context() as patch, _warnings() as warnings:
         use_oracle(patch, expected.sequences, accuracy=0.8, scattered=True)
-        verdict_of_call = decoding.verdict_of_call
-        patch.setattr(decoding, "verdict_of_call", lambda *call: verdicts.append(verdict_of_call(*call)) or verdicts[0])
+        _record_verdicts(patch, verdicts)
         output = _generate(model, prompt, do_sample=do_sample, assistant_model=drafter)
     if output.sequences.tolist() != expected.sequences.tolist():
         raise WrongTextError(f"{expected.sequences.tolist()} became {output.sequences.tolist()}")
@@ -151,6 +150,16 @@ def _compare_row(
     if not statistics.accepted_tokens:
         raise WrongTextError("no draft token was accepted, of which most are right")
     return verdicts[0].way, verdicts[0].reason or ""
+
+
+def _record_verdicts(patch: pytest.MonkeyPatch, verdicts: list[probe.Verdict]) -> None:
+    """Adds what is verified in each later call to `verdicts`."""
+
+    def verdict_of_call(*call):
+        verdicts.append(probe.verdict_of_call(*call))
+        return verdicts[-1]
+
+    patch.setattr(decoding, "verdict_of_call", verdict_of_call)
 
 
 def padded(prompt: Prompt) -> Prompt:

@@ -31,7 +31,8 @@ from transformers import (
 )
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
-from .hook import attention_implementation, extend_model_kwargs, prefill
+from .checkpoint_files import is_spread
+from .hook import attention_implementation, extend_model_kwargs, makes_own_cache, prefill
 from .target_parts import (
     CACHE_NAMES,
     FULL,
@@ -43,7 +44,6 @@ from .target_parts import (
     extra_inputs,
     first_step,
     is_compiled,
-    is_spread,
     layer_kinds,
     quantised_layers,
     rope_boundary,
@@ -63,6 +63,9 @@ _FILLERS = 16
 _TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.1
 # Verdicts that are kept of a target: those of its last adapters and kinds of calls.
 _KEPT = 32
+
+# Attention functions that take any additive mask.
+_MASKED_ATTENTION = ("eager", "sdpa")
 
 _CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
@@ -164,7 +167,7 @@ def verdict_of_prompt(model: PreTrainedModel, input_ids: Tensor, attention_mask:
     """
     takes = inspect.signature(model.forward).parameters
     kwargs: dict[str, Any] = {"use_cache": True}
-    if CACHE_NAMES[0] in takes and not model.config.is_encoder_decoder:
+    if CACHE_NAMES[0] in takes and not model.config.is_encoder_decoder and not makes_own_cache(model):
         kwargs[CACHE_NAMES[0]] = DynamicCache(config=model.config.get_text_config(decoder=True))
     if attention_mask is not None and not bool(attention_mask.all()):
         kwargs["attention_mask"] = attention_mask
@@ -316,11 +319,12 @@ class _Trial:
 
     def as_trees(self) -> Tensor:
         """Two trees. Of the first a node is rejected, so that the second one shows what was kept."""
+        behind, path = 1 + _FILLERS, [0, 1 + _FILLERS]
         first, second = self._text[:, _PROMPT:-1], self._text[:, -2:]
-        path = [0, 1 + _FILLERS]
         rounds = [([self._branched(row) for row in rows], path) for rows in (first, second)]
         logits = self._scored(TargetRun if self._rows == 1 else BatchedTargetRun, rounds)
-        return torch.cat([each[:, path].transpose(0, 1) for each in logits])
+        # The roots are where plain decoding has them, and would hide in a median what becomes of the others.
+        return torch.cat([each[:, behind:].transpose(0, 1) for each in logits])
 
     def as_chains(self) -> Tensor:
         """A chain of which all but the root is rejected, then one that is accepted."""
@@ -370,7 +374,7 @@ class _Trial:
         if given.get("attention_mask") is not None:
             mask[0, :_PADDING] = 0
             kwargs["attention_mask"] = mask
-        if isinstance(given.get("past_key_values"), Cache):
+        if isinstance(given.get("past_key_values"), Cache) and not makes_own_cache(self._model):
             kwargs["past_key_values"] = DynamicCache(config=self._model.config.get_text_config(decoder=True))
         if (positions := given.get("position_ids")) is not None:
             places = _positions(mask)
@@ -564,9 +568,9 @@ def _no_tree_reason(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Map
     if unknown := layer_kinds(model.config) - {FULL, SLIDING}:
         return f"the target has layers of kind {sorted(unknown)}, which follow no tree"
     attention = attention_implementation(config) or "eager"
-    # Their kernels read a tree's mask as padding, and end the process on a GPU.
-    if "flash" in attention:
-        return f"`attn_implementation` is {attention!r}, which takes no tree mask (use 'sdpa' or 'eager')"
+    # It is not tried: kernels for masks of another kind read a tree's mask out of bounds, which ends the process.
+    if attention not in _MASKED_ATTENTION:
+        return f"`attn_implementation` is {attention!r}, which takes no tree mask (use one of {_MASKED_ATTENTION})"
     cache = model_kwargs.get("past_key_values")
     if cache is None:
         return "the target makes a cache of its own, which may keep more than keys and values"

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from .hook import extend_model_kwargs
@@ -227,11 +226,6 @@ def is_compiled(module: nn.Module) -> bool:
     return compiled_forward or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def is_spread(weight: Any) -> bool:
-    """Whether each process has a part of a weight only."""
-    return isinstance(weight, DTensor)
-
-
 def structure_of(model: PreTrainedModel) -> Hashable:
     """
     The kinds of a model's modules and weights, which change when it is quantised, packed or adapted. It takes
@@ -240,12 +234,17 @@ def structure_of(model: PreTrainedModel) -> Hashable:
     layers = decoder_layers(model) or [decoder_of(model)]
     parts = (model.get_input_embeddings(), model.get_output_embeddings(), layers[0], layers[-1])
     return tuple(
-        (type(module), type(weight), getattr(weight, "dtype", None), str(vars(module).get("_active_adapter")))
+        (_own_kind(module), type(weight), getattr(weight, "dtype", None), str(vars(module).get("_active_adapter")))
         for part in parts
         if part is not None
         for module in part.modules()
         for weight in [module._parameters.get("weight")]
     )
+
+
+def _own_kind(module: nn.Module) -> type:
+    """The class of a module, also while another thread's round has replaced it by a faster one."""
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("hf_falcon."))
 
 
 def rope_boundary(config: PreTrainedConfig) -> tuple[int | None, bool]:
