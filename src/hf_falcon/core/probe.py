@@ -427,15 +427,17 @@ def _left_alone(model: PreTrainedModel) -> Iterator[None]:
     Inside, forwards of the target leave nothing behind: neither random states, nor what some models keep of their last
     text, such as Qwen-VL's difference of positions or rotary frequencies that depend on the length.
     """
-    # MPS has no random states by device.
-    devices = {each.device for each in model.parameters() if each.device.type not in ("cpu", "meta", "mps")}
-    kind = next((each.type for each in devices), "cuda")
-    indices = [each.index for each in devices if each.type == kind and each.index is not None]
+    device = model.device
+    # MPS has one random state, without an index, and a backend of one's own may have none.
+    has_states = device.type not in ("cpu", "mps") and hasattr(getattr(torch, device.type, None), "get_rng_state")
+    found = {each.device.index for each in model.parameters() if each.device.type == device.type}
+    indices = [index for index in found if index is not None] if has_states else []
+    kind = device.type if indices else "cuda"
     # A layer with weights may note how it has prepared them, which holds on.
     kept = [each for each in model.modules() if isinstance(each, PreTrainedModel) or not each._parameters]
     before = [({**vars(each)}, {**each._buffers}) for each in kept]
     try:
-        with torch.no_grad(), torch.random.fork_rng(indices, enabled=True, device_type=kind):
+        with torch.no_grad(), torch.random.fork_rng(indices, device_type=kind):
             yield
     finally:
         for module, (attributes, buffers) in zip(kept, before):
