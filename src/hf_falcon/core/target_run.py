@@ -38,6 +38,8 @@ from .target_parts import (
     SLIDING,
     FeatureTap,
     cached_tokens,
+    depth_boundaries,
+    depth_left,
     first_step,
     inputs_beside_text,
     layer_kinds,
@@ -79,7 +81,8 @@ class TargetRun:
         self._generation_config = generation_config
         self._model_kwargs = model_kwargs
         self._kinds = sorted(layer_kinds(model.config))
-        self._rope_boundary, self._rope_never_settles = rope_boundary(self._config)
+        self._rope_boundary, _ = rope_boundary(self._config)
+        self._boundaries = depth_boundaries(model)
         padding = model_kwargs.get("attention_mask")
         # Cached slots that hold padding stay hidden.
         self._hidden_slots = None if padding is None or bool(padding.all()) else ~padding[0].bool()
@@ -136,13 +139,8 @@ class TargetRun:
         return outputs.logits[:, -1], tap.take()
 
     def max_tree_depth(self) -> int | None:
-        """How deep a tree may go before a node would see other rotary frequencies than plain decoding gives it."""
-        if self._rope_boundary is None:
-            return None
-        position = self.length + int(self._position_shift.max())
-        if position > self._rope_boundary and not self._rope_never_settles:
-            return None
-        return max(0, self._rope_boundary - 1 - position)
+        """How deep a tree may go; see [`depth_left`]."""
+        return depth_left(self._boundaries, self.length + int(self._position_shift.max()))
 
     def score(self, tree: DraftTree, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """
@@ -342,6 +340,7 @@ class ChainRun:
         self.model = model
         self._tap = FeatureTap(model, feature_layers)
         self._generation_config = generation_config
+        self._boundaries = depth_boundaries(model)
         # They describe the tokens in the cache.
         self._model_kwargs = model_kwargs
         self._cache_name = next((name for name in CACHE_NAMES if name in model_kwargs), CACHE_NAMES[0])
@@ -398,15 +397,16 @@ class ChainRun:
         return outputs.logits[:, -1], tap.take()[:, -self.length :]
 
     def max_tree_depth(self) -> int | None:
-        """0 where the deferred tokens had better enter the cache, by a forward without draft tokens."""
+        """As [`TargetRun.max_tree_depth`]; 0 where a forward without draft had better cache the deferred tokens."""
+        left = depth_left(self._boundaries, self.length)
         if self.deferred >= self.most_deferred:
             return 0
         if self.deferred == 0 or self.costs is None:
-            return None
+            return left
         # As in the problem of renting or buying: no more than twice what the best moment would have cost. Such a
         # forward brings one token, which drafting brings in half a plain step.
         price = self.costs.target(self.deferred)[-1] - 0.5
-        return 0 if self._spent >= price else None
+        return 0 if self._spent >= price else left
 
     def score(self, tree: DraftTree, input_ids: Tensor) -> tuple[Tensor, Tensor]:
         """
