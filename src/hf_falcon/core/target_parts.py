@@ -43,7 +43,7 @@ TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 _ROUTER = "output_router_logits"
 
 # What configurations call the number of positions that a model has a table of, or was trained with.
-_LENGTH_NAMES = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+_LENGTH_NAMES = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len")
 
 
 class FeatureTap:
