@@ -25,7 +25,7 @@ CORE_FILES_AT_MOST = 20
 # Private names of transformers, and what replaces an attention function of all models.
 PRIVATE_NAMES = ["_assisted_decoding", "_validate_generation_mode", "_prefill", "_sample"]
 PRIVATE_NAMES += ["_get_default_generation_params", "_from_model_config", "_pad_token_tensor", "_is_user_defined"]
-PRIVATE_NAMES += ["_is_stateful", "_prefix_allowed_tokens_fn", "record_past", "AttentionInterface"]
+PRIVATE_NAMES += ["_supports_default_dynamic_cache", "_prefix_allowed_tokens_fn", "record_past", "AttentionInterface"]
 PRIVATE_NAMES += ["_update_model_kwargs_for_generation"]
 
 

@@ -274,7 +274,7 @@ def test_names_with_a_substitute(monkeypatch):
     assert int(hook.pad_token(GenerationConfig(pad_token_id=3))) == 3
     assert hook.pad_token(GenerationConfig()) is None
     assert hook.is_user_defined(object()) is False
-    assert hook.is_stateful(object()) is False
+    assert hook.makes_own_cache(object()) is False
     assert hook.attention_implementation(object()) is None
     assert hook.takes_static_cache(object()) is False
     hook.leave_past_recording(object())

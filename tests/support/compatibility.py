@@ -9,7 +9,7 @@ import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
 from transformers.utils import logging as transformers_logging
 
 from hf_falcon import FalconDraftConfig, FalconDraftModel
-from hf_falcon.core import decoding
+from hf_falcon.core import decoding, probe
 
 DECODERS = dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 MULTIMODAL = {
@@ -121,10 +121,11 @@ def compare(model: PreTrainedModel, prompt: Prompt) -> tuple[str, str, str, str]
     for option, value in {**SAME_EVERY_ROUND, "assistant_confidence_threshold": 0.0}.items():
         setattr(drafter.generation_config, option, value)
     try:
-        found = {_compare_row(model, prompt, drafter), _compare_row(model, padded(prompt), drafter, do_sample=True)}
+        found = [_compare_row(model, prompt, drafter), _compare_row(model, padded(prompt), drafter, do_sample=True)]
     except ValueError as error:
         return REFUSED, first_line(error), "", ""
-    (result,) = found
+    # The lesser of both, with its reason.
+    result = max(found, key=lambda row: (TREES, CHAINS, PLAIN).index(row[0]))
     return *result, _compare_batch(model, prompt, drafter), _compare_quantised(model, prompt, drafter)
 
 
@@ -132,11 +133,10 @@ def _compare_row(
     model: PreTrainedModel, prompt: Prompt, drafter: FalconDraftModel, do_sample: bool = False
 ) -> tuple[str, str]:
     expected = _generate(model, prompt, do_sample=do_sample)
-    chains = []
+    verdicts = []
     with pytest.MonkeyPatch.context() as patch, _warnings() as warnings:
         use_oracle(patch, expected.sequences, accuracy=0.8, scattered=True)
-        run_of_chains = decoding.ChainRun
-        patch.setattr(decoding, "ChainRun", _recorded(run_of_chains, chains))
+        _record_verdicts(patch, verdicts)
         output = _generate(model, prompt, do_sample=do_sample, assistant_model=drafter)
     if output.sequences.tolist() != expected.sequences.tolist():
         raise WrongTextError(f"{expected.sequences.tolist()} became {output.sequences.tolist()}")
@@ -149,18 +149,17 @@ def _compare_row(
         return PLAIN, warnings[0].split("plain decoding runs: ")[1].rstrip(".")
     if not statistics.accepted_tokens:
         raise WrongTextError("no draft token was accepted, of which most are right")
-    return (CHAINS, decoding.chain_reason(*chains[0])) if chains else (TREES, "")
+    return verdicts[0].way, verdicts[0].reason or ""
 
 
-def _recorded(run: type, arguments: list[Any]) -> type:
-    """A kind of run that keeps the target, the prompt and the model's arguments of each call."""
+def _record_verdicts(patch: pytest.MonkeyPatch, verdicts: list[probe.Verdict]) -> None:
+    """Adds what is verified in each later call to `verdicts`."""
 
-    class Recorded(run):
-        def __init__(self, model, input_ids, generation_config, model_kwargs, *more):
-            arguments.append((model, input_ids, dict(model_kwargs)))
-            super().__init__(model, input_ids, generation_config, model_kwargs, *more)
+    def verdict_of_call(*call):
+        verdicts.append(probe.verdict_of_call(*call))
+        return verdicts[-1]
 
-    return Recorded
+    patch.setattr(decoding, "verdict_of_call", verdict_of_call)
 
 
 def padded(prompt: Prompt) -> Prompt:

@@ -108,6 +108,8 @@ def rounds(target, drafter, ids, **settings) -> list[tuple[int, int]]:
     seen = []
     settings = {"do_sample": False, "assistant_model": drafter, "max_new_tokens": 32, **settings}
     with simulated_device.device() as counts, counts.leave_out(target) if drafter else contextlib.nullcontext():
+        # The first call of a kind probes the target.
+        target.generate(simulated_device.on_device(ids), **{**settings, "max_new_tokens": 1})
         hook = target.register_forward_pre_hook(
             lambda model, args, inputs: seen.append((counts.syncs.total(), counts.launches, len(inputs["input_ids"]))),
             with_kwargs=True,

@@ -7,7 +7,6 @@ Where a cause can be removed for a moment, the check measures the acceptance wit
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,16 +15,16 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from transformers import DynamicCache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ..core.candidate_generator import FalconCandidateGenerator
 from ..core.checkpoint_files import embedding_fingerprint, weights_fingerprint
-from ..core.decoding import unsupported_chains
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
 from ..core.modeling_falcon_draft import FalconDraftNetwork
 from ..core.policy import acceptance_stats_of
-from ..core.target_parts import FeatureTap, chain_reason, unsupported_reason
+from ..core.probe import CHAINS, PLAIN, verdict_of_prompt
+from ..core.target_parts import FeatureTap
 from .acceptance import Acceptance, FirstChoices, Inputs, Text, decode, first_choices
 
 # A difference counts from two standard errors on: by chance, one comparison of twenty is further from 0.
@@ -235,6 +234,12 @@ def diagnose(
     if obstacle := find_obstacle(case):
         return Diagnosis([obstacle])
     found = Diagnosis(acceptance=case.acceptance, accuracy_by_depth=case.choices.accuracy_by_depth)
+    inputs = case.all_prompts[0]
+    verdict = verdict_of_prompt(case.target, inputs["input_ids"], inputs.get("attention_mask"))
+    if verdict.way == CHAINS:
+        found.notes.append(
+            f"The target verifies chains, of which fewer tokens are accepted than of trees: {verdict.reason}."
+        )
     if case.total.rounds < _FEW_ROUNDS:
         found.notes.append(
             f"The answers had {case.total.rounds} rounds only, which is too few for a judgement: give more prompts, "
@@ -270,7 +275,7 @@ def diagnose(
 
 def find_obstacle(case: Case) -> Finding | None:
     """The reason why nothing at all is drafted, if there is one."""
-    target, drafter, inputs = case.target, case.drafter, dict(case.all_prompts[0])
+    target, drafter, inputs = case.target, case.drafter, case.all_prompts[0]
     try:
         drafter.check_target(target)
         FeatureTap(target, drafter.config.feature_layers)
@@ -282,22 +287,13 @@ def find_obstacle(case: Case) -> Finding | None:
             f"Give the target that the drafter was made for ({drafter.config.target_name_or_path or 'not named'}), or "
             "train a drafter for this one with `hf-falcon train`.",
         )
-    input_ids = inputs.pop("input_ids")
-    takes = inspect.signature(target.forward).parameters
-    has_cache = "past_key_values" in takes and not target.config.is_encoder_decoder
-    prepared = {**inputs, "past_key_values": DynamicCache(config=target.config) if has_cache else None}
-    if "position_ids" in takes:
-        prepared["position_ids"] = torch.arange(input_ids.shape[1], device=target.device)[None]
-    reason = unsupported_reason(target, input_ids, target.generation_config, prepared)
-    chains = None if reason is not None else chain_reason(target, input_ids, prepared)
-    if chains is not None:
-        reason = unsupported_chains(target, chains, input_ids, target.generation_config, prepared)
-    if reason is None:
+    verdict = verdict_of_prompt(target, inputs["input_ids"], inputs.get("attention_mask"))
+    if verdict.way != PLAIN:
         return None
     return Finding(
         "plain_decoding",
         "The target is decoded plainly, without the drafter.",
-        f"Nothing can be verified: {reason}.",
+        f"Nothing can be verified: {verdict.reason}.",
         "Use a target or a setting that is drafted for: the page Limits of the documentation lists the others.",
     )
 

@@ -19,7 +19,8 @@ from ..core.costs import CostKey, Costs, Stopwatch, measure, save
 from ..core.draft_options import DraftOptions
 from ..core.interfaces import Drafter, target_acceleration
 from ..core.policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, acceptance_stats_of
-from ..core.target_parts import FeatureTap, chain_reason
+from ..core.probe import TREES, verdict_of_prompt
+from ..core.target_parts import FeatureTap
 from ..core.target_run import ChainRun, TargetRun
 from ..core.tree import Branches
 
@@ -171,7 +172,7 @@ def target_seconds(target: PreTrainedModel, context: int, max_nodes: int, second
     input_ids = torch.randint(target.config.get_text_config(decoder=True).vocab_size, (1, context))
     kwargs = {"past_key_values": DynamicCache(config=target.config), "use_cache": True}
     input_ids = input_ids.to(target.device)
-    make_run = TargetRun if chain_reason(target, input_ids, kwargs) is None else ChainRun
+    make_run = TargetRun if verdict_of_prompt(target, input_ids).way == TREES else ChainRun
     run = make_run(target, input_ids, target.generation_config, kwargs)
     run.prefill(input_ids)
     return measure(run.dry_run, max_nodes, target.device, seconds, repeats=1000)

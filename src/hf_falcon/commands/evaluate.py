@@ -16,7 +16,7 @@ from ..bench.divergence import first_divergence
 from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..core.draft_options import DraftOptions
-from ..core.target_parts import unsupported_reason
+from ..core.probe import verdict_of_prompt
 from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
 from .run_arguments import CommandParser, at_least
 
@@ -99,7 +99,7 @@ def measure_acceptance(
         output = target.generate(**inputs, **options, assistant_model=drafter, return_dict_in_generate=True)
         found = output.draft_statistics
         if found is None:
-            reason = unsupported_reason(target, inputs["input_ids"], target.generation_config, {})
+            reason = verdict_of_prompt(target, inputs["input_ids"], inputs.get("attention_mask")).reason
             raise ValueError(
                 f"{type(target).__name__} is decoded plainly, without the drafter, so there is no acceptance to "
                 f"measure: {reason or 'see the warning above'}. Give another `target`."

@@ -394,7 +394,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         return tree_round
 
     def _drop_oldest(self, waiting: int, most: int) -> None:
-        """Drops features of the oldest of `waiting` positions, so that the first commit begins at the newest `most`."""
+        """Drops features of the oldest of `waiting` positions: the first commit then begins at the newest `most`."""
         if waiting > most:
             newest = torch.cat(self._uncommitted, dim=1)[:, waiting - most :]
             # A copy: a view would keep all of them.

@@ -122,7 +122,8 @@ def weights_fingerprint(model: PreTrainedModel) -> str | None:
     A short hash of a model's weights that is the same for its float32 and its bfloat16 copy.
 
     Returns:
-        `str` or `None`: the hash; `None` if the weights cannot be compared (float16, or on the meta device).
+        `str` or `None`: the hash; `None` if the weights cannot be compared (float16, on the meta device, or spread
+        over processes).
     """
     matrices = [p for p in model.parameters() if p.dim() == 2]
     stride = max(1, len(matrices) // _FINGERPRINT_TENSORS)
@@ -141,10 +142,15 @@ def embedding_fingerprint(model: PreTrainedModel) -> str | None:
     return _fingerprint([weight]) if getattr(weight, "dtype", None) in _FINGERPRINT_DTYPES else None
 
 
+def is_spread(weight: Any) -> bool:
+    """Whether a weight is a DTensor, of which each process has a part. Not every build of torch has that class."""
+    return type(weight).__module__.startswith("torch.distributed.")
+
+
 def _fingerprint(matrices: Iterable[torch.Tensor]) -> str | None:
     samples = []
     for matrix in matrices:
-        if matrix.device.type == "meta" or matrix.dtype == torch.float16:
+        if matrix.device.type == "meta" or matrix.dtype == torch.float16 or is_spread(matrix):
             return None
         values = _some_values(matrix)
         samples.append(values.to(torch.bfloat16).float() if matrix.dtype in _FINGERPRINT_DTYPES else values.float())

@@ -28,9 +28,9 @@ from .draft_statistics import FalconGenerateOutput, LayerOutputs, StatisticsReco
 from .hook import is_user_defined, sample
 from .interfaces import Drafter
 from .policy import AdaptivePolicy, DraftPolicy, PlainPolicy, acceptance_stats_of
+from .probe import CHAINS, PLAIN, TREES, Verdict, verdict_of_call
 from .sampling import MultiRootCandidateGenerator, SamplingCandidateGenerator, decode_multi_root, verify_speculative
-from .target_parts import chain_reason, unsupported_batch_reason, unsupported_chain_reason, unsupported_reason
-from .target_run import ChainRun, TargetRun, chain_fault
+from .target_run import ChainRun, TargetRun
 from .tree import DraftTree, collect, single_node, to_device
 from .verification import Batch, TokenSequence, Verification, verify, verify_rows
 
@@ -99,18 +99,13 @@ def assisted_decoding(
         raise ValueError(
             f"`dola_layers` is {generation_config.dola_layers!r}: DoLa takes no assistant model, so leave it out."
         )
-    reason = "`synced_gpus` is set" if synced_gpus else None
-    reason = reason or unsupported_reason(target, input_ids, generation_config, model_kwargs)
-    # Why the target takes chains only, if it does.
-    chains = None if reason is not None else chain_reason(target, input_ids, model_kwargs)
-    if chains is not None:
-        reason = unsupported_chains(target, chains, input_ids, generation_config, model_kwargs)
-    if reason is None and input_ids.shape[0] > 1:
-        reason = unsupported_batch_reason(
+    verdict = Verdict(PLAIN, "`synced_gpus` is set")
+    if not synced_gpus:
+        verdict = verdict_of_call(
             target, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
         )
-    if reason is not None:
-        logger.warning_once(f"The assistant model is not used, plain decoding runs: {reason}.")
+    if verdict.way == PLAIN:
+        logger.warning_once(f"The assistant model is not used, plain decoding runs: {verdict.reason}.")
         output = sample(
             target,
             input_ids,
@@ -124,8 +119,8 @@ def assisted_decoding(
         return FalconGenerateOutput(**output) if isinstance(output, GenerateDecoderOnlyOutput) else output
     options = DraftOptions.from_generation_config(drafter.generation_config, generation_config)
     options = limited_options(options, drafter, target)
-    if chains is not None:
-        logger.info(f"The target verifies chains, and no trees: {chains}.")
+    if verdict.way == CHAINS:
+        logger.info(f"The target verifies chains, and no trees: {verdict.reason}.")
         options = replace(options, verification="exact", draft_tree="dynamic", draft_top_k=1, draft_width=1)
     drafter.check_target(target)
     _warn_of_unused_fields(generation_config)
@@ -133,7 +128,7 @@ def assisted_decoding(
     # Before the target runs: an option that does not fit raises its error here.
     decode_rows = _decoder(drafter, target, options, input_ids, logits_processor, generation_config, model_kwargs)
     batch = Batch(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-    make_run = TargetRun if chains is None else ChainRun
+    make_run = TargetRun if verdict.way == TREES else ChainRun
     run = make_run(target, input_ids, generation_config, model_kwargs, drafter.config.feature_layers)
     cache_is_returned = generation_config.return_dict_in_generate or is_user_defined(run.cache)
     try:
@@ -143,31 +138,6 @@ def assisted_decoding(
         raise
     cache = run.finish(batch.input_ids if cache_is_returned else None)
     return _output(batch, statistics, cache, generation_config, run.layer_outputs)
-
-
-def unsupported_chains(
-    target: PreTrainedModel,
-    chains: str,
-    input_ids: Tensor,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
-) -> str | None:
-    """
-    The reason why a target that takes no trees is decoded plainly in this call; see [`unsupported_reason`].
-
-    Args:
-        target ([`PreTrainedModel`]): the target.
-        chains (`str`): why it takes no trees; see [`chain_reason`].
-        input_ids, generation_config, model_kwargs: what `generate` prepared.
-
-    Returns:
-        `str`, or `None` where it verifies chains.
-    """
-    more = "the batch has several rows" if input_ids.shape[0] > 1 else None
-    more = more or unsupported_chain_reason(target, generation_config, model_kwargs)
-    if more is not None:
-        return f"{chains}, and {more}"
-    return chain_fault(target, generation_config, model_kwargs)
 
 
 def _decoder(

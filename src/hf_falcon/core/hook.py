@@ -30,6 +30,9 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.generation.configuration_utils import GenerationMode
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
 
 # Set on the wrappers. Two copies of this file (the installed package, and code from the Hub) then wrap once. The
 # wrappers serve the drafters of all copies: they prepare the arguments and call `drafter.assisted_decoding`.
@@ -104,7 +107,8 @@ def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike
       (`prompt_lookup_num_tokens` above 0),
     - it has an argument that no drafter supports: `use_cache=False`, `cache_implementation="paged"`,
       `assistant_tokenizer`, `num_assistant_tokens_schedule="heuristic_transient"`,
-    - the target is in training mode, or is the assistant of another model.
+    - the target is in training mode, or is the assistant of another model,
+    - the target was changed so that the drafter no longer fits; one warning says how.
 
     Args:
         target ([`PreTrainedModel`]): the target.
@@ -177,7 +181,7 @@ def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         settings |= _settings_in(call.arguments.get("generation_config"))
         # An argument that is `None` unsets the field.
         settings |= {name: value for name, value in more.items() if name in names or _has_field(name)}
-        if not is_named and not _takes_attached(self, settings, more):
+        if not is_named and not _takes_attached(self, assistant, settings, more):
             return stock(self, *args, **kwargs)
         _private(GenerationMixin, "_assisted_decoding", "hand a call to the drafter")
         call.arguments["assistant_model"] = assistant
@@ -193,7 +197,7 @@ def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
-def _takes_attached(target: Any, settings: dict[str, Any], arguments: dict[str, Any]) -> bool:
+def _takes_attached(target: Any, drafter: Any, settings: dict[str, Any], arguments: dict[str, Any]) -> bool:
     """
     Whether a call that names no assistant drafts with the attached drafter: transformers would decode it plainly, and
     nothing in it is refused with a drafter. See [`attach`].
@@ -211,7 +215,15 @@ def _takes_attached(target: Any, settings: dict[str, Any], arguments: dict[str, 
         setattr(config, name, value)
     # With 0 the drafter looks nothing up; transformers would look up a number of tokens that it then refuses.
     config.prompt_lookup_num_tokens = config.prompt_lookup_num_tokens or None
-    return config.get_generation_mode() in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE)
+    if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        return False
+    try:
+        drafter.check_target(target)
+    # The target was changed after `attach`, such as by `resize_token_embeddings`. It generates all the same.
+    except ValueError as error:
+        logger.warning_once(f"The attached drafter is not used, plain decoding runs: {error}")
+        return False
+    return True
 
 
 @functools.cache
@@ -415,12 +427,12 @@ def is_user_defined(cache: Cache) -> bool:
     return getattr(cache, "_is_user_defined", False)
 
 
-def is_stateful(model: PreTrainedModel) -> bool:
+def makes_own_cache(model: PreTrainedModel) -> bool:
     """
-    Whether a model keeps a recurrent state that cannot be rolled back. If transformers has no such mark, the kinds of
-    the model's layers decide alone.
+    Whether `generate` leaves it to a model to make its cache. If transformers has no such method, the answer is no.
     """
-    return getattr(model, "_is_stateful", False)
+    method = getattr(model, "_supports_default_dynamic_cache", None)
+    return method is not None and not method()
 
 
 def takes_static_cache(model: PreTrainedModel) -> bool:

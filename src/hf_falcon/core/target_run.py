@@ -3,20 +3,18 @@
 
 from __future__ import annotations
 
-import copy
-import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel
+from transformers import Cache, GenerationConfig, PreTrainedModel
 
 from .caches import Rewind, RowSlots, SlotLayer, adopt_layers, give_back
 from .costs import Costs
 from .draft_statistics import LayerOutputs
-from .hook import attention_implementation, extend_model_kwargs, is_user_defined, prefill
+from .hook import extend_model_kwargs, is_user_defined, prefill
 from .interfaces import target_acceleration
 from .modeling_falcon_draft import additive_mask, hide_end
 from .target_parts import (
@@ -24,16 +22,14 @@ from .target_parts import (
     SLIDING,
     FeatureTap,
     cached_tokens,
+    depth_boundaries,
+    depth_left,
     first_step,
     inputs_beside_text,
     layer_kinds,
     rope_boundary,
 )
 from .tree import DraftTree, chain, star, to_device
-
-# Tokens of the prompt and behind it that show whether a target can run a chain, and how far their logits may differ.
-_TRIED_PROMPT, _TRIED_TOKENS = 8, 5
-_TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.1
 
 
 class PromptFeatures(NamedTuple):
@@ -84,6 +80,7 @@ class TargetRun:
         self._model_kwargs = model_kwargs
         self._kinds = sorted(layer_kinds(model.config))
         self._rope_boundary, self._rope_never_settles = rope_boundary(self._config)
+        self._boundaries = depth_boundaries(model)
         self._prompt_length = input_ids.shape[1]
         self._slots = RowSlots([0] * input_ids.shape[0], model.device)
         # Slots of the prompt that hold padding, of shape `(rows, slots)`.
@@ -137,17 +134,14 @@ class TargetRun:
         return outputs.logits[:, -1], _prompt_features(tap.take(), input_ids, mask, self.length)
 
     def max_tree_depth(self, row: int = 0) -> int | None:
-        """How deep a tree may go before a node would see other rotary frequencies than plain decoding gives it."""
-        if self._rope_boundary is None:
-            return None
+        """How deep a row's tree may go; see [`depth_left`]."""
         slot = self._slots.lengths[row]
-        depths = []
-        # Frequencies follow the position. Where plain decoding drops its cache (see `_starts_anew`) depends on the
-        # slot, which padding makes greater.
-        for place in (slot, slot + int(self._position_shift.max())):
-            if place <= self._rope_boundary or self._rope_never_settles:
-                depths.append(max(0, self._rope_boundary - 1 - place))
-        return min(depths, default=None)
+        shift = int(self._position_shift[..., min(row, self._position_shift.shape[-2] - 1), :].max())
+        limits = [depth_left(self._boundaries, slot + shift)]
+        if self._rope_boundary is not None:
+            # Where plain decoding drops its cache, in `_fresh_start`, depends on the slot, which padding makes greater.
+            limits.append(depth_left([(self._rope_boundary, self._rope_never_settles)], slot))
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def score(self, trees: Sequence[DraftTree], texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """
@@ -396,6 +390,7 @@ class ChainRun:
         self.model = model
         self._tap = FeatureTap(model, feature_layers)
         self._generation_config = generation_config
+        self._boundaries = depth_boundaries(model)
         # They describe the tokens in the cache.
         self._model_kwargs = model_kwargs
         self._cache_name = next((name for name in CACHE_NAMES if name in model_kwargs), CACHE_NAMES[0])
@@ -452,15 +447,16 @@ class ChainRun:
         return outputs.logits[:, -1], _prompt_features(tap.take()[:, -self.length :], input_ids, mask, self.length)
 
     def max_tree_depth(self, row: int = 0) -> int | None:
-        """0 where the deferred tokens had better enter the cache, by a forward without draft tokens."""
+        """As [`TargetRun.max_tree_depth`]; 0 where a forward without draft had better cache the deferred tokens."""
+        left = depth_left(self._boundaries, self.length)
         if self.deferred >= self.most_deferred:
             return 0
         if self.deferred == 0 or self.costs is None:
-            return None
+            return left
         # As in the problem of renting or buying: no more than twice what the best moment would have cost. Such a
         # forward brings one token, which drafting brings in half a plain step.
         price = self.costs.target(self.deferred)[-1] - 0.5
-        return 0 if self._spent >= price else None
+        return 0 if self._spent >= price else left
 
     def score(self, trees: Sequence[DraftTree], texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """
@@ -531,77 +527,3 @@ class ChainRun:
             self._rewind.keep(self.deferred, self.deferred)
         self._rewind.finish()
         return self.cache
-
-
-# For each target, how it attends, and the fault that was found in its chains.
-_chain_faults: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, str | None]] = weakref.WeakKeyDictionary()
-
-
-def chain_fault(
-    model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any]
-) -> str | None:
-    """
-    Tries once whether a target gives the same logits for several tokens in one forward as for one after the other:
-    some models forget their recurrent state there.
-
-    Args:
-        model ([`PreTrainedModel`]): the target.
-        generation_config ([`GenerationConfig`]): configuration of the call.
-        model_kwargs (`dict`): the model's arguments that `generate` prepared.
-
-    Returns:
-        `str`, or `None` without a fault; it completes "plain decoding runs: ...".
-    """
-    form = (attention_implementation(model.config), model.dtype, model.device)
-    known, fault = _chain_faults.get(model, (None, None))
-    if known != form:
-        try:
-            fault = _try_chains(model, generation_config, model_kwargs)
-        # Whatever a model says to a text without what else it was given.
-        except Exception as error:
-            fault = f"the target runs a text with its other inputs, not alone ({type(error).__name__}: {error})"
-        _chain_faults[model] = form, fault
-    return fault
-
-
-@torch.no_grad()
-def _try_chains(
-    model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any]
-) -> str | None:
-    config = copy.copy(generation_config)
-    config.prefill_chunk_size = None
-    config.return_dict_in_generate = False
-    text_config = model.config.get_text_config(decoder=True)
-    tokens = torch.arange(_TRIED_PROMPT + _TRIED_TOKENS)[None] % text_config.vocab_size
-    prompt = tokens[:, :_TRIED_PROMPT].to(model.device)
-
-    def start() -> ChainRun:
-        kwargs: dict[str, Any] = {"use_cache": True}
-        if model_kwargs.get("past_key_values") is not None:
-            kwargs["past_key_values"] = DynamicCache(config=text_config)
-        if model_kwargs.get("attention_mask") is not None:
-            kwargs["attention_mask"] = torch.ones_like(prompt)
-        if (positions := model_kwargs.get("position_ids")) is not None:
-            places = torch.arange(_TRIED_PROMPT, device=positions.device)
-            kwargs["position_ids"] = places.expand(*positions.shape[:-1], -1)
-        run = ChainRun(model, prompt, config, kwargs)
-        run.prefill(prompt)
-        return run
-
-    def score(run: ChainRun, end: int, nodes: int, kept: int) -> Tensor:
-        logits, _ = run.score([chain(tokens[0, end - 1 : end - 1 + nodes])], [tokens[:, :end]])
-        run.accept([torch.arange(kept)])
-        return logits[0]
-
-    single, several = start(), start()
-    first = _TRIED_PROMPT + 1
-    expected = torch.cat([score(single, first + step, 1, 1) for step in range(_TRIED_TOKENS)])
-    # A forward of which most tokens are rejected, then one over all.
-    score(several, first, _TRIED_TOKENS, 1)
-    found = score(several, first + 1, _TRIED_TOKENS - 1, _TRIED_TOKENS - 1)
-    expected, found = expected[1:].float(), found.float()
-    error = float((found - expected).norm() / expected.norm())
-    # NaN is a fault as well.
-    if error < (_TOLERANCE if model.dtype == torch.float32 else _TOLERANCE_HALF):
-        return None
-    return f"the target computes {_TRIED_TOKENS} tokens in one forward otherwise than one by one (by {error:.1e})"

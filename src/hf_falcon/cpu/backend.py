@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import cached_property, partial
 
@@ -11,12 +12,16 @@ from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from ..core.interfaces import Drafter, DrafterAcceleration, DraftHead, TargetAcceleration, register
+from ..core.target_parts import decoder_layers, is_compiled, structure_of
 from .compiled_code import captures_graphs
 from .compiled_rounds import CompiledRounds, compiled_passes_of, compiled_rounds_of
 from .grouped_attention import grouped_attention
 from .huge_pages import keep_in_huge_pages
 from .packing import is_packed
 from .skinny_gemm import SkinnyLinears, linears_of, skinny_gemm
+
+# The layers of each target that run faster in rounds, as long as its structure stays.
+_linears: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Hashable, SkinnyLinears]] = weakref.WeakKeyDictionary()
 
 
 class CpuTarget(TargetAcceleration):
@@ -30,7 +35,7 @@ class CpuTarget(TargetAcceleration):
 
     def __init__(self, target: PreTrainedModel, compiled: CompiledRounds | None):
         self._target = target
-        self._linears = linears_of(target)
+        self._linears = _linears_of_target(target)
         self._shares_keys = _shares_keys(target)
         self.compiled = compiled
 
@@ -113,6 +118,15 @@ class CpuBackend:
     def for_drafter(self, drafter: Drafter, target: PreTrainedModel) -> DrafterAcceleration:
         # A drafter needs no network.
         return CpuDrafter(drafter, target) if isinstance(drafter, nn.Module) else DrafterAcceleration(drafter)
+
+
+def _linears_of_target(target: PreTrainedModel) -> SkinnyLinears:
+    """See [`linears_of`]. A walk over all modules in every call would take longer than some steps."""
+    structure = structure_of(target), tuple(is_compiled(layer) for layer in decoder_layers(target))
+    known = _linears.get(target)
+    if known is None or known[0] != structure:
+        _linears[target] = known = structure, linears_of(target)
+    return known[1]
 
 
 def _shares_keys(target: PreTrainedModel) -> bool:

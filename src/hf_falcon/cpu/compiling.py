@@ -19,7 +19,7 @@ from ..core.caches import DraftCache
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
 from ..core.modeling_falcon_draft import hide_end
-from ..core.target_parts import chain_reason, unsupported_reason
+from ..core.probe import TREES, verdict_of_prompt
 from ..core.target_run import TargetRun
 from .backend import CpuTarget
 from .compiled_code import captures_graphs
@@ -186,8 +186,8 @@ def _run(target: PreTrainedModel, length: int, rounds: CompiledRounds | None = N
     input_ids = torch.arange(length, device=target.device)[None] % vocab_size
     kwargs = {"past_key_values": DynamicCache(config=target.config), "attention_mask": torch.ones_like(input_ids)}
     reason = "it is in training mode (call `eval()` on it first)" if target.training else None
-    reason = reason or unsupported_reason(target, input_ids, target.generation_config, kwargs)
-    reason = reason or chain_reason(target, input_ids, kwargs)
+    if reason is None and (verdict := verdict_of_prompt(target, input_ids)).way != TREES:
+        reason = verdict.reason
     if reason is not None:
         raise ValueError(f"The rounds of {name} cannot be compiled: {reason}.")
     run = TargetRun(target, input_ids, target.generation_config, kwargs)

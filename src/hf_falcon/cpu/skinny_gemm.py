@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.target_parts import is_compiled
 from .compact_weights import LentWeight, ordinary_linear
 from .packed_layouts import has_bfloat16_products, product_of_blocks
 
@@ -114,10 +115,15 @@ def linears_of(model: nn.Module) -> SkinnyLinears:
     found: SkinnyLinears = {}
     if not skinny_gemm_pays():
         return found
+    # A layer that the user compiled by itself keeps its classes: its code would be compiled anew, or not at all.
+    compiled = {inner for module in model.modules() if is_compiled(module) for inner in module.modules()}
     for module in model.modules():
+        if module in compiled:
+            continue
         if _is_suited(module):
             found.setdefault(module, SkinnyLinear)
-        inner = [child for name in _INNER if _is_suited(child := getattr(module, name, None))]
+        children = [getattr(module, name, None) for name in _INNER]
+        inner = [child for child in children if _is_suited(child) and child not in compiled]
         if len(inner) == len(_INNER):
             found.update(dict.fromkeys(inner, InnerLinear))
     return found

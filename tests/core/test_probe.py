@@ -1,0 +1,310 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""The probe: what a target takes as it stands, tried once, and rules for what shows later only."""
+
+import copy
+from functools import partial, wraps
+
+import pytest
+import torch
+from shrunken import VOCAB as SHRUNKEN_VOCAB
+from shrunken import tiny_model
+from tiny_models import new_target, prompt, random_tokens, tiny_drafter, tiny_target
+from torch import nn
+from torch.distributed.tensor import DeviceMesh, distribute_tensor
+from transformers import DynamicCache, MixtralConfig, MixtralForCausalLM
+
+import hf_falcon
+from hf_falcon.core import probe
+from hf_falcon.core.checkpoint_files import weights_fingerprint
+from hf_falcon.core.probe import CHAINS, PLAIN, TREES, verdict_of_prompt
+from hf_falcon.core.target_parts import depth_boundaries, depth_left
+
+
+def generate(target, ids, **kwargs):
+    torch.manual_seed(0)
+    return target.generate(
+        ids, **{"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, "return_dict_in_generate": True, **kwargs}
+    )
+
+
+def check(target, ids, drafts, drafter=None, **kwargs):
+    """Equal to plain decoding, and drafted or not."""
+    expected = generate(target, ids, **kwargs)
+    found = generate(target, ids, assistant_model=drafter or tiny_drafter(target), **kwargs)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    assert (getattr(found, "draft_statistics", None) is not None) == drafts
+
+
+@pytest.fixture
+def forwards(monkeypatch):
+    """Counts the forwards of targets that are given to it."""
+
+    class Forwards(list):
+        def of(self, target):
+            target.register_forward_hook(lambda *_: self.append(1))
+            return target
+
+    return Forwards()
+
+
+@pytest.mark.parametrize(
+    "name, dtype, way",
+    [
+        ("llama", torch.float32, TREES),
+        ("gemma3", torch.float32, TREES),
+        ("gpt2", torch.bfloat16, TREES),
+        ("bloom", torch.float32, CHAINS),
+        ("falcon-alibi", torch.float32, CHAINS),
+        ("falcon-alibi", torch.bfloat16, CHAINS),
+        ("gpt-neo", torch.float32, CHAINS),
+        ("mamba", torch.float32, PLAIN),
+        ("mamba", torch.bfloat16, PLAIN),
+    ],
+)
+def test_what_targets_take(name, dtype, way, forwards):
+    target = forwards.of(new_target(name).to(dtype))
+    for mask in (None, torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]])):
+        found = verdict_of_prompt(target, prompt(9), mask)
+        assert found.way == way and (found.reason is None) == (way == TREES)
+    assert len(forwards) <= 2 * 11
+    before = len(forwards)
+    assert verdict_of_prompt(target, prompt(5)).way == way and len(forwards) == before
+
+
+def test_few_forwards_once(forwards):
+    target = forwards.of(new_target("llama"))
+    verdict_of_prompt(target, prompt(9))
+    assert len(forwards) < 10
+    verdict_of_prompt(target, random_tokens(3, 9))
+    assert len(forwards) < 2 * 10
+
+
+def test_later_calls_walk_over_no_modules(monkeypatch):
+    target = new_target("llama", num_hidden_layers=4)
+    check(target, prompt(9), drafts=True)
+
+    def without_an_end(*args, stock, **kwargs):
+        yield from stock(*args, **kwargs)
+        raise AssertionError("walked over all modules")
+
+    for module in (target, target.model):
+        monkeypatch.setattr(module, "named_modules", partial(without_an_end, stock=module.named_modules))
+    verdict_of_prompt(target, prompt(9))
+    check(target, prompt(9), drafts=True)
+
+
+class Forgetful(nn.Module):
+    """An embedding that differs where tokens come one by one, as a state that a forward of several tokens forgets."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.embedding, self.weight = embedding, embedding.weight
+
+    def forward(self, ids):
+        return self.embedding(ids) * (2.0 if ids.shape[1] == 1 else 1.0)
+
+
+@pytest.mark.parametrize("what", ["forward", "prepare_inputs_for_generation", "embedding"])
+def test_a_target_that_changes_is_probed_anew(what, warnings_given):
+    """As by soft prompts, which PEFT puts on the instance."""
+    target = new_target("llama")
+    drafter = tiny_drafter(target)
+    check(target, prompt(9), True, drafter)
+    own = target.get_input_embeddings()
+    if what == "embedding":
+        target.set_input_embeddings(Forgetful(own))
+    else:
+        stock = getattr(target, what)
+
+        @wraps(stock)
+        def changed(*args, **kwargs):
+            if what == "forward" and kwargs["input_ids"].shape[1] == 1:
+                kwargs["input_ids"] = (kwargs["input_ids"] + 1) % 60
+            inputs = stock(*args, **kwargs)
+            if what != "forward" and inputs["input_ids"].shape[1] == 1:
+                inputs["input_ids"] = (inputs["input_ids"] + 1) % 60
+            return inputs
+
+        setattr(target, what, changed)
+    check(target, prompt(9), False, drafter)
+    assert "otherwise than one by one" in warnings_given()[0] or "does not take" in warnings_given()[0]
+    if what == "embedding":
+        target.set_input_embeddings(own)
+    else:
+        delattr(target, what)
+    check(target, prompt(9), True, drafter)
+
+
+def test_nothing_is_left_behind():
+    """Neither random states, nor what a model keeps of its last text, nor a hook."""
+    target = new_target("llama")
+    rope = target.model.rotary_emb
+    target.model.rope_deltas = kept = torch.tensor([[7]])
+
+    def forward_hook(module, args, output):
+        torch.rand(3)
+        module.rope_deltas, module.last_length = torch.zeros(1), torch.ones(1)
+        rope.inv_freq = rope.inv_freq * 1.0
+
+    handle = target.model.register_forward_hook(forward_hook)
+    before = torch.get_rng_state(), rope.inv_freq, {name: dict(vars(each)) for name, each in target.named_modules()}
+    assert verdict_of_prompt(target, prompt(9)).way == TREES
+    handle.remove()
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert rope.inv_freq is before[1] and target.model.rope_deltas is kept
+    assert not any(each._forward_hooks for each in target.modules())
+    assert torch.is_grad_enabled()
+
+
+def test_a_failing_target_leaves_nothing_behind():
+    target = new_target("llama")
+    handle = target.model.norm.register_forward_hook(lambda *_: torch.rand(1) / None)
+    state = torch.get_rng_state()
+    assert "TypeError" in verdict_of_prompt(target, prompt(9)).reason
+    handle.remove()
+    assert torch.equal(torch.get_rng_state(), state) and not any(each._forward_hooks for each in target.modules())
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_first_sampled_call_is_plain_decodings(rows):
+    target = new_target("llama")
+    check(target, random_tokens(rows, 9), True, do_sample=True, temperature=0.8, output_scores=rows == 1)
+
+
+def test_dropout_is_decoded_plainly(warnings_given):
+    target = new_target("llama", attention_dropout=0.5).train()
+    found = generate(target, prompt(9), assistant_model=tiny_drafter(target))
+    assert found.sequences.tolist() == generate(target, prompt(9)).sequences.tolist()
+    assert "otherwise than one by one" in warnings_given()[0]
+
+
+def test_a_target_is_freed():
+    target = new_target("llama")
+    verdict_of_prompt(target, prompt(9))
+    before = len(probe._verdicts)
+    del target
+    assert len(probe._verdicts) < before
+
+
+# Experts.
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_router_whose_loss_is_asked_for(rows):
+    """Its loss reads the mask of a tree as one of padding."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 4, "initializer_range": 0.2}
+    config = MixtralConfig(**sizes, sliding_window=None, output_router_logits=True, pad_token_id=0, eos_token_id=None)
+    target = MixtralForCausalLM(config).eval()
+    expected = generate(target, random_tokens(rows, 9))
+    found = generate(target, random_tokens(rows, 9), assistant_model=tiny_drafter(target))
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    assert rows > 1 or found.draft_statistics.accepted_tokens > 0
+    assert target.config.output_router_logits
+
+
+# Tables of positions.
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "bart", "llama"])
+def test_a_text_that_ends_where_the_table_does(name, monkeypatch):
+    import shrunken
+
+    end = 40
+    names = ("max_position_embeddings", "n_positions", "max_seq_len")
+    monkeypatch.setattr(shrunken, "_SIZES", {**shrunken._SIZES, **dict.fromkeys(names, end)})
+    target = tiny_model(name)
+    assert (end, False) in depth_boundaries(target)
+    ids = torch.randint(3, SHRUNKEN_VOCAB, (1, 28), generator=torch.Generator().manual_seed(0))
+    # The last token of all is not run any more.
+    check(target, ids, True, max_new_tokens=end + 1 - 28)
+
+
+def test_depth_left():
+    assert depth_left([], 9) is None
+    assert depth_left([(40, False)], 30) == 9
+    assert depth_left([(40, False)], 39) == depth_left([(40, False)], 40) == 0
+    assert depth_left([(40, False)], 41) is None
+    assert depth_left([(40, True)], 41) == 0
+    assert depth_left([(40, False), (20, True)], 10) == 9
+
+
+# Compiled, spread and resized targets.
+
+
+def test_layers_compiled_one_by_one():
+    """Without a call before: their code is compiled anew for a tree."""
+    target = copy.deepcopy(tiny_target("llama"))
+    expected = generate(target, prompt(9)).sequences
+    for layer in target.model.layers:
+        layer.compile(backend="eager")
+    found = generate(target, prompt(9), assistant_model=tiny_drafter(tiny_target("llama")))
+    assert found.sequences.tolist() == expected.tolist()
+
+
+def test_weights_that_are_spread(warnings_given):
+    """Each process has a part of them. Here there is one process only."""
+    target = new_target("llama")
+    drafter, linear = tiny_drafter(tiny_target("llama")), target.model.layers[0].mlp.up_proj
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = DeviceMesh("cpu", [0])
+        linear.weight = nn.Parameter(distribute_tensor(linear.weight.detach(), mesh), requires_grad=False)
+        assert weights_fingerprint(target) is None
+        assert "spread over several processes" in verdict_of_prompt(target, prompt(9)).reason
+        assert drafter.config.target_fingerprint is not None
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_resized_target_with_an_attached_drafter(warnings_given, caplog):
+    target = new_target("llama")
+    drafter = tiny_drafter(target)
+    hf_falcon.attach(target, drafter)
+    target.resize_token_embeddings(70)
+    expected = generate(target, prompt(9), assistant_model=None)
+    for _ in range(2):
+        assert generate(target, prompt(9)).sequences.tolist() == expected.sequences.tolist()
+    [warning] = [each.getMessage() for each in caplog.records if each.name == "hf_falcon.core.hook"]
+    assert "The attached drafter is not used" in warning and "has 70" in warning
+    with pytest.raises(ValueError, match="but the target has 70"):
+        generate(target, prompt(9), assistant_model=drafter)
+
+
+# Caches of one's own.
+
+
+class Named(DynamicCache):
+    """As transformers' own."""
+
+    name = "mine"
+
+
+class Sink(DynamicCache):
+    """Keeps the first two rows and the last six."""
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        if layer.keys.shape[-2] > 8:
+            layer.keys = torch.cat((layer.keys[..., :2, :], layer.keys[..., -6:, :]), dim=-2)
+            layer.values = torch.cat((layer.values[..., :2, :], layer.values[..., -6:, :]), dim=-2)
+        return keys, values
+
+
+def patched():
+    cache = DynamicCache()
+    stock = cache.update
+    cache.update = lambda *args, **kwargs: stock(*args, **kwargs)
+    return cache
+
+
+@pytest.mark.parametrize("make, drafts", [(Named, True), (Sink, False), (patched, False)])
+def test_a_cache_of_ones_own(make, drafts, warnings_given):
+    target, ids = tiny_target("llama"), prompt(5)
+    expected = generate(target, ids, past_key_values=make())
+    found = generate(target, ids, past_key_values=make(), assistant_model=tiny_drafter(target))
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    assert (getattr(found, "draft_statistics", None) is not None) == drafts
+    assert drafts or ".update`, and may keep something else" in warnings_given()[0]
