@@ -210,7 +210,7 @@ def _kinds_of(model_kwargs: Mapping[str, Any]) -> Hashable:
     return frozenset(
         (name, value.dim() if isinstance(value, Tensor) else type(value))
         for name, value in model_kwargs.items()
-        if value is not None
+        if value is not None and name not in ("logits_to_keep", "use_cache")
     )
 
 

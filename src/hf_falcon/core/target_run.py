@@ -139,7 +139,7 @@ class TargetRun:
         shift = int(self._position_shift[..., min(row, self._position_shift.shape[-2] - 1), :].max())
         limits = [depth_left(self._boundaries, slot + shift)]
         if self._rope_boundary is not None:
-            # Where plain decoding drops its cache, in `_fresh_start`, depends on the slot, which padding makes greater.
+            # Plain decoding drops its cache by the slot, which padding makes greater: see `_fresh_start`.
             limits.append(depth_left([(self._rope_boundary, self._rope_never_settles)], slot))
         return min((limit for limit in limits if limit is not None), default=None)
 
