@@ -82,6 +82,7 @@ def test_few_forwards_once(forwards):
 def test_later_calls_walk_over_no_modules(monkeypatch):
     target = new_target("llama", num_hidden_layers=4)
     check(target, prompt(9), drafts=True)
+    verdict_of_prompt(target, prompt(9))
 
     def without_an_end(*args, stock, **kwargs):
         yield from stock(*args, **kwargs)

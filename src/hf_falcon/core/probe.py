@@ -206,12 +206,10 @@ def probe(
 
 
 def _kinds_of(model_kwargs: Mapping[str, Any]) -> Hashable:
-    """The arguments of a call by their names and kinds."""
-    return frozenset(
-        (name, value.dim() if isinstance(value, Tensor) else type(value))
-        for name, value in model_kwargs.items()
-        if value is not None and name not in ("logits_to_keep", "use_cache")
-    )
+    """The kinds of a call's arguments, as far as the probe has them as well; see [`_Trial._arguments`]."""
+    names = ("attention_mask", "position_ids", *sorted(TOKEN_TYPES))
+    dimensions = tuple(None if (value := model_kwargs.get(name)) is None else value.dim() for name in names)
+    return dimensions, isinstance(model_kwargs.get("past_key_values"), Cache)
 
 
 def _state_of(model: PreTrainedModel) -> Hashable:
