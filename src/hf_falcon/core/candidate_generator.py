@@ -128,23 +128,25 @@ class ContextHead:
         # For each number of equal tokens, up to `order`.
         self._bonuses: Tensor | None = None
         # The latest tokens, the newest first; -1 before the first.
-        self._latest = torch.full((order,), -1)
+        self._latest = torch.full((order,), -1, device="cpu")
         self._length = 0
         # Of each earlier token: the tokens before it, the newest first, and its column in the logits.
         self._before = torch.empty(0, order, dtype=torch.long, device=device)
         self._columns = torch.empty(0, dtype=torch.long, device=device)
         # The column of each token of the target's vocabulary, or -1; on the host.
-        self._column_of = torch.empty(0)
+        self._column_of = torch.empty(0, device="cpu")
         self._vocab_ids = head.vocab_ids
         if bonuses:
             last = [bonuses[-1]] * (order + 1 - len(bonuses))
-            self._bonuses = to_device(torch.tensor([*bonuses, *last], dtype=torch.float32), device)
-            self._column_of = torch.arange(vocab_size)
+            self._bonuses = to_device(torch.tensor([*bonuses, *last], dtype=torch.float32, device="cpu"), device)
+            self._column_of = torch.arange(vocab_size, device="cpu")
             if self._vocab_ids is not None:
                 known = self._vocab_ids.cpu()
-                self._column_of = torch.full((vocab_size,), -1).index_copy(0, known, torch.arange(known.shape[0]))
+                self._column_of = torch.full((vocab_size,), -1, device="cpu").index_copy(
+                    0, known, torch.arange(known.shape[0], device="cpu")
+                )
         # Tokens that the draft vocabulary lacks, and a head for them.
-        self._extra = torch.empty(0, dtype=torch.long)
+        self._extra = torch.empty(0, dtype=torch.long, device="cpu")
         self._extra_head: DraftHead | None = None
 
     def __len__(self) -> int:
@@ -226,7 +228,7 @@ class ContextHead:
             return
         self._extra, self._extra_head = extra, head
         self._vocab_ids = torch.cat((self._head.vocab_ids, to_device(extra, self._head.vocab_ids.device)))
-        self._column_of[extra] = self._head.draft_vocab_size + torch.arange(extra.shape[0])
+        self._column_of[extra] = self._head.draft_vocab_size + torch.arange(extra.shape[0], device="cpu")
 
 
 def limited_options(options: DraftOptions, drafter: Drafter, target: PreTrainedModel) -> DraftOptions:
@@ -290,7 +292,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         # States of the block after the last committed position.
         self._block: Tensor | None = None
         # The latest tokens before each block of a pass; see [`ContextHead.latest`].
-        self._latest = torch.empty(0)
+        self._latest = torch.empty(0, device="cpu")
         # The position after the last committed one; `None` before the first commit.
         self._next_position: int | None = None
         # The position of the first feature.
@@ -416,8 +418,8 @@ class FalconCandidateGenerator(CandidateGenerator):
                     check = self._decision.check_pass(tree_round.paths(depth), tree_round.best(depth))
                     self._checks.append(check)
             if self._decision.lookup_log_probs:
-                log_probs = torch.tensor(self._decision.lookup_log_probs)
-                tree_round.add_path(torch.tensor(self._match.token_ids), log_probs)
+                log_probs = torch.tensor(self._decision.lookup_log_probs, device="cpu")
+                tree_round.add_path(torch.tensor(self._match.token_ids, device="cpu"), log_probs)
 
     def expected_gain(self, log_probs: Tensor) -> Tensor:
         """The gain of verifying nodes with these `log_probs` in the round; see [`DraftDecision.expected_gain`]."""

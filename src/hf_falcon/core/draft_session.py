@@ -427,8 +427,11 @@ class BlockSession:
         """The table of a pass over `width` blocks. Its mask has one row for each block."""
         if width not in self._pass_tables:
             size = self._block_size
-            itself = torch.eye(width, dtype=torch.bool).repeat_interleave(size, dim=1)
-            blocks, positions = torch.arange(width).repeat_interleave(size), torch.arange(size).repeat(width)
+            itself = torch.eye(width, dtype=torch.bool, device="cpu").repeat_interleave(size, dim=1)
+            blocks, positions = (
+                torch.arange(width, device="cpu").repeat_interleave(size),
+                torch.arange(size, device="cpu").repeat(width),
+            )
             self._pass_tables[width] = self._table(blocks, positions, additive_mask(itself, dtype))
         return self._pass_tables[width]
 
@@ -436,7 +439,7 @@ class BlockSession:
         """The table of a commit of `count` rows, in blocks cut from the right."""
         table = self._commit_tables.get(count)
         if table is None:
-            places = torch.arange(count)
+            places = torch.arange(count, device="cpu")
             blocks = (places - count) // self._block_size
             table = self._table(blocks, places, additive_mask(blocks[:, None] >= blocks[None], dtype))
             # A prompt is committed once.

@@ -415,7 +415,7 @@ def pad_token(generation_config: GenerationConfig) -> Tensor | None:
     """
     prepared = getattr(generation_config, "_pad_token_tensor", None)
     if prepared is None and generation_config.pad_token_id is not None:
-        return torch.tensor(generation_config.pad_token_id)
+        return torch.tensor(generation_config.pad_token_id, device="cpu")
     return prepared
 
 

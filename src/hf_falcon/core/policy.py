@@ -379,7 +379,7 @@ class AdaptivePolicy(DraftPolicy):
         self._costs = costs
         self._max_depth = options.num_draft_passes * block_size
         # In plain steps, for 0, 1, 2, ... draft nodes or deferred tokens.
-        self._target_times = torch.tensor(costs.target(options.num_assistant_tokens + most_deferred))
+        self._target_times = torch.tensor(costs.target(options.num_assistant_tokens + most_deferred), device="cpu")
 
     def decide(self, matched: int = 0, found: int = 0) -> DraftDecision:
         """See [`DraftPolicy.decide`]."""

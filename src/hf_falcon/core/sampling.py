@@ -143,15 +143,15 @@ def accept_one(target: Tensor, proposal: Tensor, candidates: list[int]) -> Tenso
             break
         # Where nothing is left the two are equal, but for rounding.
         if left == 0 or _happens(wanted / offered):
-            return to_device(torch.tensor([token]), target.device)
+            return to_device(torch.tensor([token], device="cpu"), target.device)
         target = rest / left
-        proposal = proposal.index_fill(0, to_device(torch.tensor([token]), target.device), 0.0)
+        proposal = proposal.index_fill(0, to_device(torch.tensor([token], device="cpu"), target.device), 0.0)
         proposal = proposal / proposal.sum()
     return _draw(target)
 
 
 def _happens(probability: float) -> bool:
-    return float(torch.rand(())) < probability
+    return float(torch.rand((), device="cpu")) < probability
 
 
 def _draw(probs: Tensor) -> Tensor:
@@ -206,7 +206,7 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
             self._draft_passes(tree_round, drafted)
         tree = tree_round.finish(roots[:1])
         # Without the node above the roots, whose token is known.
-        own = torch.arange(len(tree) - 1)
+        own = torch.arange(len(tree) - 1, device="cpu")
         parents = torch.where(tree.depths[1:] == 1, own, tree.parents[1:] - 1)
         return DraftTree(tree.token_ids[1:], parents, tree.depths[1:] - 1, tree.visible[1:, 1:])
 
@@ -246,7 +246,7 @@ def decode_multi_root(run: TargetRun, generator: MultiRootCandidateGenerator, ba
                 generator.commit(held[:, :ready], tokens[:, :ready], run.length - held.shape[1])
                 held, tokens = held[:, ready:], tokens[:, ready:]
             known = sequence.token_ids[:, :-1]
-            tree = generator.propose_roots(known, held, torch.tensor(list(forks)), log_probs, limit)
+            tree = generator.propose_roots(known, held, torch.tensor(list(forks), device="cpu"), log_probs, limit)
         with statistics.measure("target", run.model.device):
             [scored], features = run.score([tree], [sequence.token_ids])
         best, path, accepted = sequence, tree.parents[:0], -1
@@ -283,13 +283,13 @@ def _rivals(sequence: TokenSequence, logits: Tensor, count: int) -> tuple[list[T
         if not fork.finished:
             found.append(fork)
             kept.append(log_prob)
-    return found, torch.tensor(kept)
+    return found, torch.tensor(kept, device="cpu")
 
 
 def _subtree(tree: DraftTree, nodes: Tensor) -> DraftTree:
     """The tree of some nodes: of one root, and all below it."""
-    place = torch.zeros(len(tree), dtype=torch.long)
-    place[nodes] = torch.arange(len(nodes))
+    place = torch.zeros(len(tree), dtype=torch.long, device="cpu")
+    place[nodes] = torch.arange(len(nodes), device="cpu")
     return DraftTree(
         tree.token_ids[nodes], place[tree.parents[nodes]], tree.depths[nodes], tree.visible[nodes][:, nodes]
     )

@@ -109,7 +109,7 @@ def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
     Returns:
         `torch.BoolTensor` of shape `(nodes, nodes)`: see [`DraftTree`].
     """
-    visible, reach = torch.eye(parents.shape[0], dtype=torch.bool), 1
+    visible, reach = torch.eye(parents.shape[0], dtype=torch.bool, device="cpu"), 1
     # `visible` has the ancestors that are less than `reach` levels above; `above` is the one that is `reach` levels.
     above = parents
     while reach <= depth:
@@ -126,13 +126,13 @@ def single_node(root: Tensor) -> DraftTree:
 
 def chain(token_ids: Tensor) -> DraftTree:
     """The tree of one path, whose root is the first of `token_ids` of shape `(nodes,)`."""
-    nodes = torch.arange(token_ids.shape[0])
+    nodes = torch.arange(token_ids.shape[0], device="cpu")
     return DraftTree(token_ids, (nodes - 1).clamp(min=0), nodes, nodes[:, None] >= nodes)
 
 
 def star(nodes: int) -> DraftTree:
     """A root with `nodes` children of token 0, for dummy forwards."""
-    parents = torch.zeros(nodes + 1, dtype=torch.long)
+    parents = torch.zeros(nodes + 1, dtype=torch.long, device="cpu")
     depths = torch.ones_like(parents)
     depths[0] = 0
     return DraftTree(parents, parents, depths, ancestor_mask(parents, 1))
@@ -208,8 +208,8 @@ class StaticTree:
         self.max_children = 1 + max(path[-1] for path in nodes)
         index = {(): 0, **{path: i for i, path in enumerate(nodes, start=1)}}
         depths = [0] + [len(path) for path in nodes]
-        self.parents = torch.tensor([0] + [index[path[:-1]] for path in nodes])
-        self.depths = torch.tensor(depths)
+        self.parents = torch.tensor([0] + [index[path[:-1]] for path in nodes], device="cpu")
+        self.depths = torch.tensor(depths, device="cpu")
         self.visible = ancestor_mask(self.parents, self.max_depth)
         # The number of nodes up to each depth. Nodes are sorted by depth, so a shallower tree is a prefix.
         self.nodes_to_depth = [sum(depth <= d for depth in depths) for d in range(self.max_depth + 1)]
@@ -222,8 +222,8 @@ class StaticTree:
             extended = [path for path in level if path in inner_nodes]
             self.levels.append(
                 StaticLevel(
-                    rows=torch.tensor([rows[path[:-1]] for path in level]),
-                    ranks=torch.tensor([path[-1] for path in level]),
+                    rows=torch.tensor([rows[path[:-1]] for path in level], device="cpu"),
+                    ranks=torch.tensor([path[-1] for path in level], device="cpu"),
                     extended_rows=torch.tensor([rows[path[:-1]] for path in extended], device=device),
                     extended_ranks=torch.tensor([path[-1] for path in extended], device=device),
                 )
@@ -276,7 +276,7 @@ class StaticRound:
 
     def best(self, depth: int | None = None) -> Tensor:
         """See [`DynamicRound.best`]. A static tree ranks no nodes."""
-        return torch.empty(0)
+        return torch.empty(0, device="cpu")
 
     def candidates(self) -> list[Tensor]:
         """See [`DynamicRound.candidates`]."""
@@ -383,7 +383,7 @@ class DynamicRound:
         elif self._scores:
             scores = torch.cat(self._scores[:depth])
         else:
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         return scores.topk(min(self._tree.num_nodes, scores.shape[0])).values
 
     def candidates(self) -> list[Tensor]:
@@ -397,7 +397,11 @@ class DynamicRound:
         if self._collected is not None:
             return
         if not candidates:
-            self._collected = torch.empty(0), torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
+            self._collected = (
+                torch.empty(0, device="cpu"),
+                torch.empty(0, dtype=torch.long, device="cpu"),
+                torch.empty(0, dtype=torch.long, device="cpu"),
+            )
             return
         scores, numbers = candidates
         # A drafter that overflows must not break the order that the tree is cut by.
@@ -409,10 +413,10 @@ class DynamicRound:
         # nothing was drafted may have branches that no level continues.
         widths = [1, *(each.shape[0] for each in self._continued[: len(counts) - 1])]
         firsts = [-1, *itertools.accumulate(counts[:-1], initial=0)][: len(widths)]
-        nodes = torch.tensor([first for first, width in zip(firsts, widths) for _ in range(width)])
+        nodes = torch.tensor([first for first, width in zip(firsts, widths) for _ in range(width)], device="cpu")
         nodes[1:] += continued[: nodes.shape[0] - 1]
         children = [count // width for count, width in zip(counts, widths) for _ in range(width)]
-        self._collected = scores, tokens, nodes.repeat_interleave(torch.tensor(children))
+        self._collected = scores, tokens, nodes.repeat_interleave(torch.tensor(children, device="cpu"))
 
     def add_path(self, token_ids: Tensor, log_probs: Tensor) -> None:
         """
@@ -440,7 +444,7 @@ class DynamicRound:
             self._collected = (
                 torch.cat((scores, log_probs[depth:])),
                 torch.cat((tokens, token_ids[depth:])),
-                torch.cat((parents, torch.tensor([node, *range(count, count + new - 1)]))),
+                torch.cat((parents, torch.tensor([node, *range(count, count + new - 1)], device="cpu"))),
             )
             self._path_length = token_ids.shape[0]
 
@@ -461,8 +465,8 @@ class DynamicRound:
         if count == 0:
             return single_node(root)
         chosen = best.indices[:count].sort().values
-        place = torch.zeros(scores.shape[0] + 1, dtype=torch.long)
-        place[chosen] = torch.arange(1, count + 1)
+        place = torch.zeros(scores.shape[0] + 1, dtype=torch.long, device="cpu")
+        place[chosen] = torch.arange(1, count + 1, device="cpu")
         # Parent -1 reads the last entry of `place`, which is 0: the root.
         parents = F.pad(place[parents[chosen]], (1, 0))
         visible = ancestor_mask(parents, max(len(self._scores), self._path_length))

@@ -204,7 +204,7 @@ class TokenSequence:
         """
         if token < 0:
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-        self.token_ids = torch.cat((self.token_ids, torch.tensor([[token]])), dim=1)
+        self.token_ids = torch.cat((self.token_ids, torch.tensor([[token]], device="cpu")), dim=1)
         if self.streamer is not None:
             self.streamer.put(self.token_ids[0, -1:])
         self.finished = token in self._eos
@@ -312,7 +312,7 @@ def walk(tree: DraftTree, sequence: TokenSequence, choose: Callable[[int, list[i
         child = next((i for i in children if drafted[i] == chosen), None)
         accepted += child is not None
         if child is None or sequence.finished:
-            return torch.tensor(path), accepted
+            return torch.tensor(path, device="cpu"), accepted
         path.append(child)
         node = child
 
