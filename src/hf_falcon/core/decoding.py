@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,9 +25,8 @@ from .draft_options import DraftOptions, set_by_call
 from .draft_session import weights_difference
 from .draft_statistics import FalconGenerateOutput, LayerOutputs, StatisticsRecorder
 from .hook import is_user_defined, sample
-from .interfaces import Drafter
+from .interfaces import Drafter, SequenceDecoder, verification
 from .policy import AdaptivePolicy, DraftPolicy, PlainPolicy, acceptance_stats_of
-from .sampling import MultiRootCandidateGenerator, SamplingCandidateGenerator, decode_multi_root, verify_speculative
 from .target_parts import chain_reason, unsupported_batch_reason, unsupported_chain_reason, unsupported_reason
 from .target_run import BatchedTargetRun, ChainRun, TargetRun, chain_fault
 from .tree import DraftTree, collect, single_node, to_device, to_host
@@ -167,22 +165,12 @@ def _decoder(
     logits_processor: LogitsProcessorList,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
-) -> Callable[[Any, TokenSequence], StatisticsRecorder]:
+) -> SequenceDecoder:
     """Decodes one sequence by the call's `verification`; greedy decoding is always exact."""
-    verification = options.verification if generation_config.do_sample else "exact"
-    if verification == "speculative":
-        sampling = SamplingCandidateGenerator(drafter, target, options, logits_processor)
-        verify_draws = partial(verify_speculative, head=sampling.context)
-        return lambda run, sequence: decode(run, sampling, sequence, verify_draws)
-    if verification == "multi_root" and drafter.max_draft_passes is not None:
-        raise ValueError(
-            f"`verification` is 'multi_root', which drafts behind several tokens at once, but a "
-            f"{type(drafter).__name__} drafts behind one token: set it to 'exact' or 'speculative'."
-        )
-    if verification == "multi_root" and model_kwargs.get("inputs_embeds") is None:
-        logger.warning_once("`verification` is 'multi_root': samples are biased, not distributed as plain decoding's.")
-        roots = MultiRootCandidateGenerator(drafter, target, options)
-        return lambda run, sequence: decode_multi_root(run, roots, sequence)
+    name = options.verification if generation_config.do_sample else "exact"
+    # Several roots need tokens.
+    if name == "speculative" or (name == "multi_root" and model_kwargs.get("inputs_embeds") is None):
+        return verification(name)(drafter, target, options, logits_processor)
     generator = FalconCandidateGenerator(drafter, target, options)
     return lambda run, sequence: decode(run, generator, sequence)
 

@@ -319,3 +319,25 @@ def register_files(files: DrafterFiles) -> None:
 def drafter_files() -> DrafterFiles:
     """What was registered with [`register_files`]."""
     return _files
+
+
+# Decodes one sequence: the target's run, and the sequence. Returns a `StatisticsRecorder`.
+SequenceDecoder = Callable[[Any, Any], Any]
+_verifications: dict[str, Callable[..., SequenceDecoder]] = {}
+
+
+def register_verification(name: str, make: Callable[..., SequenceDecoder]) -> None:
+    """For a value of the option `verification`, `make(drafter, target, options, logits_processor)` is called."""
+    _verifications[name] = make
+
+
+def verification(name: str) -> Callable[..., SequenceDecoder]:
+    """
+    What was registered with [`register_verification`].
+
+    Raises:
+        `ValueError`: if nothing was: code from the Hub verifies exactly.
+    """
+    if name not in _verifications:
+        raise ValueError(f"`verification` is {name!r}: set it to 'exact', or `pip install hf-falcon` and import it.")
+    return _verifications[name]
