@@ -23,6 +23,7 @@ OTHER_LIBRARIES = {
     "_reorder_linear_weight",
     "_schema",
     "_torchdynamo_orig_callable",
+    "_version",
 }
 # Methods of Python's own named tuples, public in spite of their names.
 PUBLIC = {"_asdict"}

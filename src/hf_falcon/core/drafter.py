@@ -96,7 +96,15 @@ class DraftModel(PreTrainedModel):
         super().save_pretrained(save_directory, **kwargs)
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Raises a `TypeError`: a drafter proposes tokens to a target, and generates no text by itself."""
+        """
+        A drafter proposes tokens to a target, and generates no text by itself.
+
+        Args:
+            args, kwargs: not used.
+
+        Raises:
+            `TypeError`: always; it names the call to use.
+        """
         raise TypeError(
             "A Falcon drafter generates nothing by itself: call `target.generate(**inputs, assistant_model=drafter)`, "
             "after `hf_falcon.enable()` if it was disabled."

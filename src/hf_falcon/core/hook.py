@@ -135,7 +135,12 @@ def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike
 
 
 def detach(target: PreTrainedModel) -> None:
-    """Undoes [`attach`] for a target. Nothing happens if no drafter is attached."""
+    """
+    Undoes [`attach`]. Nothing happens if no drafter is attached.
+
+    Args:
+        target ([`PreTrainedModel`]): the target.
+    """
     _attached.pop(target, None)
 
 
