@@ -39,4 +39,6 @@ def warnings_given(caplog):
     """A function that tells what the decoding loop warned of so far in this test; nothing before it counts."""
     transformers_logging.warning_once.cache_clear()
     caplog.set_level(logging.WARNING, logger="hf_falcon")
-    return lambda: [r.getMessage() for r in caplog.records if r.name == "hf_falcon.core.decoding"]
+    return lambda: [
+        r.getMessage() for r in caplog.records if r.name in ("hf_falcon.core.decoding", "hf_falcon.sampling")
+    ]

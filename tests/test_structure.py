@@ -110,7 +110,7 @@ def test_the_core_imports_only_its_own_files(file):
 
 
 # What runs the rounds of any drafter, by the protocol of interfaces.py.
-LOOP = ("candidate_generator", "costs", "decoding", "policy", "sampling", "target_run", "tree", "verification")
+LOOP = ("candidate_generator", "costs", "decoding", "policy", "target_run", "tree", "verification")
 OF_DRAFTERS = ("core/drafter.py", "core/draft_session.py", "core/modeling_falcon_draft.py", "drafters/*.py")
 
 

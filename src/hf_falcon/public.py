@@ -3,6 +3,7 @@
 
 from transformers import AutoConfig, AutoModel
 
+from . import sampling
 from .core.candidate_generator import FalconCandidateGenerator
 from .core.configuration_falcon_draft import FalconDraftConfig
 from .core.draft_options import DraftOptions
@@ -52,5 +53,6 @@ AutoModel.register(FalconDraftConfig, FalconDraftModel, exist_ok=True)
 install()
 backend.install()
 falcon_files.install()
+sampling.install()
 install_in_pipelines()
 register_loader(load_by_name)

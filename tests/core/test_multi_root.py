@@ -7,7 +7,7 @@ from quick import one_in
 from tiny_models import new_drafter, new_target, prompt, random_tokens, tiny_drafter, tiny_target
 from transformers.generation.streamers import BaseStreamer
 
-from hf_falcon.core import sampling as multi_root
+from hf_falcon import sampling as multi_root
 from hf_falcon.core.draft_statistics import StatisticsRecorder
 
 DRAFTERS = [(1, 0, "nothing"), (2, 0, "conditioning"), (2, 1, "layers"), (3, 2, "nothing")]

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
 from hf_falcon import DraftOptions, StaticTree
-from hf_falcon.core import sampling as speculative
-from hf_falcon.core.sampling import SamplingCandidateGenerator, accept_one, verify_speculative
+from hf_falcon import sampling as speculative
 from hf_falcon.core.verification import TokenSequence
+from hf_falcon.sampling import SamplingCandidateGenerator, accept_one, verify_speculative
 
 VOCAB = 4
 

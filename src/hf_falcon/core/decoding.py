@@ -8,9 +8,8 @@ The decoding loop: draft a tree, verify it in one forward of the target, keep th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -26,10 +25,9 @@ from .draft_options import DraftOptions, set_by_call
 from .draft_session import weights_difference
 from .draft_statistics import FalconGenerateOutput, LayerOutputs, StatisticsRecorder
 from .hook import is_user_defined, sample
-from .interfaces import Drafter
+from .interfaces import Drafter, RowsDecoder, verification
 from .policy import AdaptivePolicy, DraftPolicy, PlainPolicy, acceptance_stats_of
 from .probe import CHAINS, PLAIN, TREES, Verdict, verdict_of_call
-from .sampling import MultiRootCandidateGenerator, SamplingCandidateGenerator, decode_multi_root, verify_speculative
 from .target_run import ChainRun, TargetRun
 from .tree import DraftTree, collect, single_node, to_device
 from .verification import Batch, TokenSequence, Verification, verify, verify_rows
@@ -148,26 +146,16 @@ def _decoder(
     logits_processor: LogitsProcessorList,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
-) -> Callable[[Any, Batch, bool], StatisticsRecorder]:
+) -> RowsDecoder:
     """Decodes the rows by the call's `verification`; greedy decoding and batches are always exact."""
     is_exact = not generation_config.do_sample or input_ids.shape[0] > 1
-    verification = "exact" if is_exact else options.verification
-    if verification == "speculative":
-        sampling = SamplingCandidateGenerator(drafter, target, options, logits_processor)
-        choose = partial(verify_speculative, head=sampling.context)
-        return lambda run, batch, drops_rows: decode(run, [sampling], batch, drops_rows, choose)
-    if verification == "multi_root" and drafter.max_draft_passes is not None:
-        raise ValueError(
-            f"`verification` is 'multi_root', which drafts behind several tokens at once, but a "
-            f"{type(drafter).__name__} drafts behind one token: set it to 'exact' or 'speculative'."
-        )
-    if verification == "multi_root" and model_kwargs.get("inputs_embeds") is None:
-        logger.warning_once("`verification` is 'multi_root': samples are biased, not distributed as plain decoding's.")
-        roots = MultiRootCandidateGenerator(drafter, target, options)
-        return lambda run, batch, drops_rows: decode_multi_root(run, roots, batch)
+    name = "exact" if is_exact else options.verification
+    # Several roots need tokens.
+    if name == "speculative" or (name == "multi_root" and model_kwargs.get("inputs_embeds") is None):
+        return verification(name)(drafter, target, options, logits_processor)
     first = FalconCandidateGenerator(drafter, target, options)
 
-    def decode_exactly(run: Any, batch: Batch, drops_rows: bool) -> StatisticsRecorder:
+    def decode_exactly(run: TargetRun | ChainRun, batch: Batch, drops_rows: bool) -> StatisticsRecorder:
         others = [FalconCandidateGenerator(drafter, target, options, first.head) for _ in batch.rows[1:]]
         return decode(run, [first, *others], batch, drops_rows)
 
@@ -179,7 +167,7 @@ def decode(
     generators: Sequence[FalconCandidateGenerator],
     batch: Batch,
     drops_rows: bool = False,
-    verification: Verification = verify,
+    verify_row: Verification = verify,
 ) -> StatisticsRecorder:
     """
     Runs rounds of drafting and verifying until all rows of `batch` are finished. Each row drafts its own tree, one
@@ -190,7 +178,7 @@ def decode(
         generators (sequence of [`FalconCandidateGenerator`]): propose the trees, one for each row.
         batch ([`Batch`]): the rows, of which the prompts are not run yet.
         drops_rows (`bool`, *optional*, defaults to `False`): whether rows that have ended leave the target's cache.
-        verification (`Callable`, *optional*): verifies the tree of a single row; exactly by default.
+        verify_row (`Callable`, *optional*): verifies the tree of a single row; exactly by default.
     """
     statistics, device = StatisticsRecorder(), run.model.device
     with statistics.measure("target", device):
@@ -221,7 +209,7 @@ def decode(
         with statistics.measure("target", device) as watch:
             logits, features = run.score(trees, [row.sequence.token_ids for row in cached])
         nodes = run.deferred + logits.shape[1]
-        outcomes = verify_rows(trees, logits, [row.sequence for row in cached], verification)
+        outcomes = verify_rows(trees, logits, [row.sequence for row in cached], verify_row)
         run.accept([path for path, _ in outcomes])
         for row in unfinished:
             tree, (path, accepted) = trees[row.place], outcomes[row.place]

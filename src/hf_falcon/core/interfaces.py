@@ -317,3 +317,26 @@ def register_files(files: DrafterFiles) -> None:
 def drafter_files() -> DrafterFiles:
     """What was registered with [`register_files`]."""
     return _files
+
+
+# Decodes the rows of a call: the target's run, the `Batch`, and whether rows that have ended leave the cache. Returns a
+# `StatisticsRecorder`.
+RowsDecoder = Callable[[Any, Any, bool], Any]
+_verifications: dict[str, Callable[..., RowsDecoder]] = {}
+
+
+def register_verification(name: str, make: Callable[..., RowsDecoder]) -> None:
+    """For a value of the option `verification`, `make(drafter, target, options, logits_processor)` is called."""
+    _verifications[name] = make
+
+
+def verification(name: str) -> Callable[..., RowsDecoder]:
+    """
+    What was registered with [`register_verification`].
+
+    Raises:
+        `ValueError`: if nothing was: code from the Hub verifies exactly.
+    """
+    if name not in _verifications:
+        raise ValueError(f"`verification` is {name!r}: set it to 'exact', or `pip install hf-falcon` and import it.")
+    return _verifications[name]

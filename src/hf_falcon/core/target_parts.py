@@ -69,6 +69,10 @@ class FeatureTap:
         self._collected: list[Tensor] = []
         self._handles: list[Any] = []
 
+    def __reduce__(self) -> Any:
+        # A copy of the target that is made in mid-call keeps the hooks. They collect nothing.
+        return _closed_tap, ()
+
     def __enter__(self) -> FeatureTap:
         self._handles = [self._decoder.register_forward_hook(self._collect)]
         for place, (layer, takes_input) in enumerate(zip(self._layers, self._takes_input)):
@@ -110,6 +114,12 @@ class FeatureTap:
     def _collect_input(self, place: int, module: Any, inputs: Any, named: Any) -> None:
         if threading.get_ident() == self._thread:
             self._outputs[place] = inputs[0] if inputs else named["hidden_states"]
+
+
+def _closed_tap() -> FeatureTap:
+    tap = object.__new__(FeatureTap)
+    tap._thread = 0
+    return tap
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:

@@ -222,7 +222,7 @@ def verify_rows(
     trees: Sequence[DraftTree],
     logits: Tensor,
     sequences: Sequence[TokenSequence],
-    verification: Verification | None = None,
+    verify_row: Verification | None = None,
 ) -> list[tuple[Tensor, int]]:
     """
     Verifies the trees of a round.
@@ -231,7 +231,7 @@ def verify_rows(
         trees (sequence of [`DraftTree`]): the tree of each row.
         logits (`torch.Tensor` of shape `(rows, nodes, vocab_size)`): the target's logits after each node.
         sequences (sequence of [`TokenSequence`]): the rows. They grow by what is emitted, unless they have ended.
-        verification (`Callable`, *optional*): verifies one tree; [`verify`] by default.
+        verify_row (`Callable`, *optional*): verifies the tree of a row; [`verify`] by default.
 
     Returns:
         For each row what [`verify`] returns; no nodes for a row that had ended.
@@ -245,7 +245,7 @@ def verify_rows(
         if sequence.finished:
             outcomes.append((tree.parents[:0], 0))
         elif choices is None:
-            outcomes.append((verification or verify)(tree, logits[row, : len(tree)], sequence))
+            outcomes.append((verify_row or verify)(tree, logits[row, : len(tree)], sequence))
         else:
             path, accepted = verify_greedy(tree, choices[row, : len(tree)], sequence)
             if sequence.near_ties is not None:

@@ -1,10 +1,14 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Two opt-in ways to verify samples: speculative sampling, and trees with several roots (biased)."""
+"""
+Two opt-in ways to verify samples: speculative sampling, and trees with several roots (biased). Code from the Hub has
+neither.
+"""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,14 +23,18 @@ from transformers import (
     TopPLogitsWarper,
     TypicalLogitsWarper,
 )
+from transformers.utils import logging
 
-from .candidate_generator import ContextHead, FalconCandidateGenerator
-from .draft_options import DraftOptions
-from .draft_statistics import StatisticsRecorder
-from .interfaces import DraftedBlocks, Drafter
-from .target_run import TargetRun
-from .tree import DraftTree, DynamicTree, StaticTree, to_device, validate_paths
-from .verification import Batch, TokenSequence, verify, walk
+from .core.candidate_generator import ContextHead, FalconCandidateGenerator
+from .core.decoding import decode
+from .core.draft_options import DraftOptions
+from .core.draft_statistics import StatisticsRecorder
+from .core.interfaces import DraftedBlocks, Drafter, RowsDecoder, register_verification
+from .core.target_run import TargetRun
+from .core.tree import DraftTree, DynamicTree, StaticTree, to_device, validate_paths
+from .core.verification import Batch, TokenSequence, verify, walk
+
+logger = logging.get_logger(__name__)
 
 # These read the scores alone, and are applied to the drafter's distribution as to the target's. Processors that read
 # the text are left out, as every node has another text: without them q fits p a little worse, and the output is the
@@ -293,3 +301,30 @@ def _subtree(tree: DraftTree, nodes: Tensor) -> DraftTree:
     return DraftTree(
         tree.token_ids[nodes], place[tree.parents[nodes]], tree.depths[nodes], tree.visible[nodes][:, nodes]
     )
+
+
+def install() -> None:
+    """Registers both for every later call of this process."""
+    register_verification("speculative", _speculative)
+    register_verification("multi_root", _multi_root)
+
+
+def _speculative(
+    drafter: Drafter, target: PreTrainedModel, options: DraftOptions, logits_processor: LogitsProcessorList
+) -> RowsDecoder:
+    generator = SamplingCandidateGenerator(drafter, target, options, logits_processor)
+    verify_draws = partial(verify_speculative, head=generator.context)
+    return lambda run, batch, drops_rows: decode(run, [generator], batch, drops_rows, verify_draws)
+
+
+def _multi_root(
+    drafter: Drafter, target: PreTrainedModel, options: DraftOptions, logits_processor: LogitsProcessorList
+) -> RowsDecoder:
+    if drafter.max_draft_passes is not None:
+        raise ValueError(
+            f"`verification` is 'multi_root', which drafts behind several tokens at once, but a "
+            f"{type(drafter).__name__} drafts behind one token: set it to 'exact' or 'speculative'."
+        )
+    logger.warning_once("`verification` is 'multi_root': samples are biased, not distributed as plain decoding's.")
+    roots = MultiRootCandidateGenerator(drafter, target, options)
+    return lambda run, batch, drops_rows: decode_multi_root(run, roots, batch)
