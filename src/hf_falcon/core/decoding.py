@@ -28,6 +28,7 @@ from .hook import is_user_defined, sample
 from .interfaces import Drafter, RowsDecoder, verification
 from .policy import AdaptivePolicy, DraftPolicy, PlainPolicy, acceptance_stats_of
 from .probe import CHAINS, PLAIN, TREES, Verdict, verdict_of_call
+from .target_parts import names_rows
 from .target_run import ChainRun, TargetRun
 from .tree import DraftTree, collect, single_node, to_device
 from .verification import Batch, TokenSequence, Verification, verify, verify_rows
@@ -190,10 +191,11 @@ def decode(
     # The rows in the target's cache, and how many rows drafted last.
     cached, drafting = rows, 0
     while unfinished := [row for row in cached if not row.sequence.finished]:
-        if drops_rows and len(unfinished) < len(cached):
-            run.select([row.place for row in unfinished])
-            cached = [replace(row, place=place) for place, row in enumerate(unfinished)]
-            unfinished = cached
+        if drops_rows and len(unfinished) < len(cached) and isinstance(run, TargetRun):
+            drops_rows = not names_rows(run.model)
+            if drops_rows:
+                run.select([row.place for row in unfinished])
+                unfinished = cached = [replace(row, place=place) for place, row in enumerate(unfinished)]
         if len(unfinished) != drafting:
             policy = _policy(run, unfinished, batch)
             for row in unfinished:

@@ -319,8 +319,8 @@ def drafter_files() -> DrafterFiles:
     return _files
 
 
-# Decodes the rows of a call: the target's run, the `Batch`, and whether rows that have ended leave the cache. Returns a
-# `StatisticsRecorder`.
+# Decodes the rows of a call: the target's run, the `Batch`, and whether rows that have ended leave the cache. Returns
+# a `StatisticsRecorder`.
 RowsDecoder = Callable[[Any, Any, bool], Any]
 _verifications: dict[str, Callable[..., RowsDecoder]] = {}
 

@@ -116,6 +116,12 @@ class FeatureTap:
             self._outputs[place] = inputs[0] if inputs else named["hidden_states"]
 
 
+def names_rows(model: PreTrainedModel) -> bool:
+    """Whether an adapter was chosen for each row of the call, by PEFT's `adapter_names`: then no row may leave it."""
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return any("adapter_names" in getattr(hook, "keywords", {}) for hook in hooks)
+
+
 def _closed_tap() -> FeatureTap:
     tap = object.__new__(FeatureTap)
     tap._thread = 0

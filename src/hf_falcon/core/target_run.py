@@ -156,9 +156,9 @@ class TargetRun:
             The logits after each node's own path, of shape `(rows, nodes, vocab_size)`, and the nodes' features, of
             shape `(rows, nodes, hidden_size)`; `nodes` is the size of the largest tree.
         """
-        if len(texts) == 1 and (inputs := self._fresh_start(texts[0])) is not None:
+        if len(texts) == 1 and (whole := self._fresh_start(texts[0])) is not None:
             with self._tap as tap:
-                outputs = self.model(**inputs, return_dict=True)
+                outputs = self.model(**whole, return_dict=True)
             self.layer_outputs.add_step(outputs)
             self._release()
             self._adopt(outputs.past_key_values, new_tokens=1)
