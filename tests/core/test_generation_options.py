@@ -22,7 +22,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_falcon import FalconGenerateOutput
 from hf_falcon.core import probe
-from hf_falcon.core.probe import verdict_of_prompt
+from hf_falcon.core.probe import CHAINS, PLAIN, verdict_of_prompt
 
 # Full attention, a window, both of them in one model, and positions that are learnt.
 SOME = ("llama", "mistral-window", "gemma2", "qwen2-mixed", "gpt2")
@@ -294,8 +294,9 @@ def test_attention_that_takes_no_mask(implementation, monkeypatch):
     """No tree is tried: flex attention's CPU kernel would end the process, as flash attention's on a GPU."""
     target = new_target("llama")
     monkeypatch.setattr(target.config, "_attn_implementation_internal", implementation)
-    monkeypatch.setattr(probe.TargetRun, "__init__", None)
-    assert implementation in verdict_of_prompt(target, prompt(9)).reason
+    monkeypatch.setattr(probe, "probe", lambda *args, tries_trees: probe.Verdict(PLAIN if tries_trees else CHAINS))
+    verdict = verdict_of_prompt(target, prompt(9))
+    assert verdict.way == CHAINS and implementation in verdict.reason
 
 
 @pytest.mark.parametrize("name", RECURRENT)

@@ -145,6 +145,9 @@ def test_placeholders_beyond_the_vocabulary(monkeypatch):
     expected = generate(model, prompt, prefix_allowed_tokens_fn=allowed)
     drafter = make_drafter(model)
     drafter.generation_config.prompt_lookup_num_tokens = 4
+    # The first call probes the target.
+    generate(model, prompt, assistant_model=drafter, max_new_tokens=1)
+    drafted.clear()
     output = generate(model, prompt, prefix_allowed_tokens_fn=allowed, assistant_model=drafter)
     assert output.sequences.tolist() == expected.sequences.tolist()
     # What prompt lookup proposes in place of the image.

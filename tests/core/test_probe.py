@@ -309,3 +309,17 @@ def test_a_cache_of_ones_own(make, drafts, warnings_given):
     assert found.sequences.tolist() == expected.sequences.tolist()
     assert (getattr(found, "draft_statistics", None) is not None) == drafts
     assert drafts or ".update`, and may keep something else" in warnings_given()[0]
+
+
+def test_a_lack_of_memory_is_no_verdict():
+    """A later call may have the memory."""
+    target = new_target("llama")
+
+    def fail(*args):
+        raise torch.OutOfMemoryError("full")
+
+    handle = target.model.norm.register_forward_hook(fail)
+    with pytest.raises(torch.OutOfMemoryError):
+        verdict_of_prompt(target, prompt(9))
+    handle.remove()
+    assert verdict_of_prompt(target, prompt(9)).way == TREES

@@ -1,8 +1,10 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """Threads that share a drafter, and calls that fail: what is used again is as good as new."""
 
+import copy
 import os
 import threading
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -99,6 +101,9 @@ def test_what_a_failure_leaves(name, place, packed, monkeypatch, tmp_path):
     error = KeyboardInterrupt if place in ("streamer", "criterion") else torch.OutOfMemoryError
     cache = DynamicCache(config=target.config)
     given, handles = {"past_key_values": cache}, []
+    # The first call of a kind probes the target.
+    with hf_falcon.packed_weights(target, drafter) if packed else nullcontext():
+        generate(target, ids, assistant_model=drafter, past_key_values=copy.deepcopy(cache), max_new_tokens=1)
     if place == "processor":
         given["logits_processor"] = [Breaks(9, error, keep_scores)]
     elif place == "criterion":

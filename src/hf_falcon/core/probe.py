@@ -250,6 +250,9 @@ def _try_ways(
         trial = _Trial(model, rows, generation_config, model_kwargs)
         try:
             expected = trial.one_by_one()
+        # It says nothing about the target; a later call may have the memory.
+        except torch.OutOfMemoryError:
+            raise
         # Whatever a model says to a text without what else it was given.
         except Exception as error:
             return Verdict(PLAIN, f"the target runs a text with its other inputs, not alone ({_named(error)})")
@@ -287,6 +290,8 @@ class _Trial:
         """How a way differs from one token after the other; `None` if it does not."""
         try:
             found = run()
+        except torch.OutOfMemoryError:
+            raise
         # Whatever a model says to an input that it does not take.
         except Exception as reason:
             return f"the target does not take {name} ({_named(reason)})"
