@@ -30,9 +30,15 @@ PATHS = Branches(torch.arange(2), torch.arange(2), torch.tensor([0.5, 0.2]).log(
 
 def adaptive(stats=None, nodes=8, node_cost=0.05, pass_cost=0.1, **options) -> AdaptivePolicy:
     costs = Costs({0: 1.0, nodes: 1.0 + nodes * node_cost})
-    costs.draft_pass = costs.commit = costs._mean_pass = costs._mean_commit = pass_cost
+    costs._pass.value = costs._commit.value = pass_cost
+    # As after some rounds.
+    costs.observe_target(1, 1.0)
+    costs.largest = nodes
+    if stats is None:
+        stats = AcceptanceStats()
+        stats.drafted_rounds = 1
     options = DraftOptions(num_assistant_tokens=nodes, **options)
-    return AdaptivePolicy(options, stats or AcceptanceStats(), costs, block_size=2)
+    return AdaptivePolicy(options, stats, costs, block_size=2)
 
 
 def continues(decision: DraftDecision, branches: Branches = PATHS) -> bool:
@@ -305,9 +311,7 @@ def test_plain_decoding_where_drafting_never_pays(monkeypatch):
     target, ids = tiny_target("llama"), prompt(9)
 
     class Costly(FreeDrafting):
-        def __init__(self, seconds):
-            super().__init__(seconds)
-            self.draft_pass = self.commit = 0.9
+        commit = draft_pass = 0.9
 
     monkeypatch.setattr("hf_falcon.core.costs.Costs", Costly)
     commits = []

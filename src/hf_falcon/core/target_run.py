@@ -45,7 +45,7 @@ from .target_parts import (
     layer_kinds,
     rope_boundary,
 )
-from .tree import DraftTree, chain, star, to_device
+from .tree import DraftTree, chain, to_device
 
 # Slots for the tree of a round, if it is no larger than most.
 _TREE_SLOTS = 128
@@ -223,17 +223,6 @@ class TargetRun:
             kept = {kind: getattr(self._layer_of_kind(kind), "sliding_window", None) for kind in self._kinds}
             kinds = getattr(self._config, "layer_types", None) or self._kinds * self._config.num_hidden_layers
             self.layer_outputs.add_path(outputs, path, [kept[kind] for kind in kinds])
-
-    def dry_run(self, nodes: int) -> Tensor:
-        """
-        Scores the root and `nodes` draft nodes that mean nothing, and drops them: a dummy forward, for timing.
-
-        Returns:
-            `torch.Tensor` of shape `(1 + nodes, vocab_size)`: their logits.
-        """
-        logits, _ = self._forward(star(nodes))
-        drop_rows(self.cache, self._added)
-        return logits
 
     def finish(self) -> Cache:
         """The cache as plain decoding would leave it: a next turn may start from it, with or without a drafter."""
@@ -460,14 +449,6 @@ class ChainRun:
         else:
             self.deferred = kept
 
-    def dry_run(self, nodes: int) -> Tensor:
-        """See [`TargetRun.dry_run`]."""
-        assert self._rewind is not None
-        self._rewind.mark()
-        logits, _ = self._forward(torch.zeros(1, self.length + 1 + nodes, dtype=torch.long), 1 + nodes)
-        self._rewind.undo()
-        return logits[0]
-
     def finish(self) -> Any:
         """See [`TargetRun.finish`]."""
         if self._rewind is None:
@@ -693,10 +674,6 @@ class BatchedTargetRun:
         self._offsets = self._offsets[indices]
         for stack in self._stacks:
             stack.select(indices)
-
-    def dry_run(self, nodes: int) -> None:
-        """A dummy forward, for timing: scores a root and `nodes` draft nodes in each row, and drops them."""
-        self.score([star(nodes)] * len(self.lengths))
 
     def finish(self, sequences: Tensor | None) -> Cache:
         """
