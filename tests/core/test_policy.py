@@ -70,6 +70,7 @@ def test_kept_calibration_is_where_the_statistics_start():
     stats.depth(1).observe(1.0)
     known = stats.depth(1).value
     costs = Costs({0: 1.0, 8: 1.4})
+    costs.observe_target(1, 1.0)
     policy = AdaptivePolicy(DraftOptions(draft_calibration=[0.5, 0.25]), stats, costs, block_size=1)
     # What this process has observed stays; the depth without an observation starts from what was kept.
     assert stats.depth(1).value == known
@@ -114,7 +115,7 @@ def run_rounds(policy: AdaptivePolicy, rounds: int, accepted: int, drafter_secon
             )
             corrections = torch.tensor([0.0, *(decision.correction(depth) for depth in range(1, 5))])
             tree.log_probs = torch.tensor([1.0, 0.9, 0.8, 0.7, 0.6]).log() + corrections.cumsum(dim=0)
-            time = RoundTime(commit=drafter_seconds, drafting=3 * drafter_seconds, passes=3, target=1.2)
+            time = RoundTime(commit=drafter_seconds, drafting=3 * drafter_seconds, passes=3, target=1.2, nodes=5)
         else:
             tree, time = single_node(torch.zeros(1, dtype=torch.long)), RoundTime(target=1.0)
         right = accepted if len(tree) > 1 else 0
@@ -127,21 +128,23 @@ def test_drafting_with_a_useless_drafter_pauses():
     policy = adaptive(node_cost=0.02)
     at_first = run_rounds(policy, 100, accepted=0, drafter_seconds=0.05)
     assert 2 <= at_first <= 20
-    assert run_rounds(policy, 1000, accepted=0, drafter_seconds=0.05) <= 12
+    # Each loses 0.35 tokens.
+    assert run_rounds(policy, 1000, accepted=0, drafter_seconds=0.05) <= 40
 
 
 def test_a_drafter_that_becomes_useful_is_used_again():
     policy = adaptive(node_cost=0.02)
     run_rounds(policy, 300, accepted=0, drafter_seconds=0.05)
     run_rounds(policy, 300, accepted=3, drafter_seconds=0.05)
-    assert run_rounds(policy, 100, accepted=3, drafter_seconds=0.05) == 100
+    # Plain steps give the unit of the costs.
+    assert run_rounds(policy, 100, accepted=3, drafter_seconds=0.05) >= 97
 
 
 def test_drafting_with_a_drafter_that_becomes_useless_pauses():
     policy = adaptive(node_cost=0.02)
-    assert run_rounds(policy, 300, accepted=3, drafter_seconds=0.05) == 300
+    assert run_rounds(policy, 300, accepted=3, drafter_seconds=0.05) >= 290
     assert run_rounds(policy, 100, accepted=0, drafter_seconds=0.05) < 80
-    assert run_rounds(policy, 300, accepted=0, drafter_seconds=0.05) <= 12
+    assert run_rounds(policy, 300, accepted=0, drafter_seconds=0.05) <= 20
 
 
 def test_drafting_does_not_pause_after_bad_luck():

@@ -34,7 +34,7 @@ class Machine:
     What a round costs, in plain steps: the target's time by draft nodes, and the drafter's by passes.
 
     `prior` is what the costs begin from; `ahead` says whether decisions are made before the round; `slower` is what
-    all is multiplied with, `noise` the deviation of a timing's logarithm, and `spikes` the share of interrupted rounds.
+    all is multiplied with, `noise` the deviation of a timing's logarithm, `spikes` the share of interrupted rounds.
     """
 
     times: dict[int, float]
@@ -181,7 +181,9 @@ def best_fixed_rate(machine: Machine, drafter: Drafter, rounds: int = 400) -> fl
             probs = tree_round.best().exp()
             tokens[passes] += torch.nn.functional.pad(probs, (0, NODES - len(probs))).cumsum(dim=0)
     rates = [
-        (1.0 + drafter.right * float(tokens[passes - 1, nodes - 1]) / rounds) * machine.slower / machine.cost(nodes, passes)
+        (1.0 + drafter.right * float(tokens[passes - 1, nodes - 1]) / rounds)
+        * machine.slower
+        / machine.cost(nodes, passes)
         for passes in range(1, PASSES + 1)
         for nodes in range(1, NODES + 1)
     ]

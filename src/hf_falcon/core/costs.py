@@ -43,6 +43,8 @@ _RECENT, _PRIOR, _ROUNDS_KEPT = 5, 1.0, 256
 _STEP = 1.15
 # What a draft pass and a commit cost before they were timed, in plain steps.
 _UNMEASURED_PASS = 0.1
+# A coarse clock may say 0.
+_LEAST = 1e-4
 # Rounds between two plain steps where everything is drafted: at first, and at most, doubling. They give the unit.
 _SHORTEST_INTERVAL, _LONGEST_INTERVAL = 8, 64
 
@@ -98,7 +100,7 @@ class _Cost:
 
     def observe(self, cost: float, now: int) -> bool:
         """Takes a timing of round `now`. Returns whether the cost has changed."""
-        self._recent.append((now, cost))
+        self._recent.append((now, max(cost, _LEAST)))
         return self.forget(now)
 
     def forget(self, now: int) -> bool:
@@ -129,7 +131,7 @@ class Costs:
 
     def __init__(self, prior: Mapping[int, float], sizes: Sequence[int] = ()):
         self._tokens = [size + 1 for size in sorted(prior)]
-        self._prior = [max(1.0, prior[size - 1] / prior[0]) for size in self._tokens]
+        self._prior = _ascending([prior[tokens - 1] / prior[0] for tokens in self._tokens])
         self._sizes = tuple(sizes)
         # What forwards of about some number of tokens cost, as a multiple of the prior.
         self._forwards: dict[int, _Cost] = {}
@@ -166,9 +168,8 @@ class Costs:
         found = [1.0]
         for tokens in map(self._padded, range(2, max_nodes + 2)):
             factor = _interpolate(min(max(math.log2(tokens), logs[0]), logs[-1]), logs, factors) if sizes else 1.0
-            found.append(max(1.0, factor * self._prior_of(tokens)))
-        # More tokens never take less time.
-        return list(itertools.accumulate(reversed(found), min))[::-1]
+            found.append(factor * self._prior_of(tokens))
+        return _ascending(found)
 
     def observe_target(self, nodes: int, seconds: float) -> None:
         """Takes the seconds of a forward over `nodes` tokens, the root among them."""
@@ -208,6 +209,11 @@ class Costs:
 
     def _prior_of(self, tokens: int) -> float:
         return _interpolate(tokens, self._tokens, self._prior)
+
+
+def _ascending(costs: Sequence[float]) -> list[float]:
+    """More tokens never take less time, and none less than a plain step."""
+    return [max(1.0, each) for each in itertools.accumulate(reversed(costs), min)][::-1]
 
 
 def _interpolate(place: float, places: Sequence[float], values: Sequence[float]) -> float:
