@@ -79,15 +79,15 @@ class Context:
         # With a mask of all tokens `generate` knows that only the last one is not in the cache yet.
         kwargs = {"past_key_values": filled_cache(target, length - 1), "attention_mask": torch.ones_like(self._ids)}
         self._run = TargetRun(target, self._ids, target.generation_config, kwargs)
-        _, feature = self._run.prefill(self._ids)
-        features = feature.expand(1, length, -1)
+        _, [prompt] = self._run.prefill(self._ids)
+        features = prompt.features.expand(1, length, -1)
         self._features = features[:, -KEPT:]
         options = DraftOptions.from_generation_config(drafter.generation_config)
         self._generator = FalconCandidateGenerator(drafter, target, options)
         self._generator.commit(features, self._ids)
 
     def turn(self, clock):
-        """Times one plain step and one round, and undoes both."""
+        """Times one plain step, which is undone, and one round, whose tokens stay in the cache."""
         root, seconds = self._ids[:, -1:], self.seconds
         start = clock()
         self._target(root, past_key_values=self._cache, use_cache=True)
@@ -98,14 +98,13 @@ class Context:
         times.append(clock())
         tree = self._generator.propose(root, self._generator.max_depth)
         times.append(clock())
-        self._run.score(tree, self._ids)
+        self._run.score([tree], [self._ids])
         times.append(clock())
         # Some path that is not the first rows: rows are moved.
-        self._run.accept(torch.tensor([0, len(tree) - 1]))
+        self._run.accept([torch.tensor([0, len(tree) - 1])])
         times.append(clock())
         for part, begin, end in zip(PARTS, times, times[1:]):
             seconds[part].append(end - begin)
-        self._run.cache.crop(-KEPT)
 
 
 def filled_cache(target, length):

@@ -23,6 +23,7 @@ from hf_falcon.commands.models import load_drafter, load_target
 from hf_falcon.core import decoding
 from hf_falcon.core.candidate_generator import FalconCandidateGenerator
 from hf_falcon.core.target_run import TargetRun
+from hf_falcon.core.tree import chain
 
 PROMPTS = (
     "Why is the sky blue, and why is it red in the evening?",
@@ -112,8 +113,14 @@ class Call:
         output = self._time("assisted_prompt", lambda: self._generate(1, assistant_model=self._drafter))
         self._seconds["other_prompt"].append(output.draft_statistics.time["other"])
         for _ in range(4):
-            self._time("target", lambda: self._run.dry_run(self._drafter.generation_config.num_assistant_tokens))
+            self._time("target", self._score)
             self._time("drafting", self._draft)
+
+    def _score(self):
+        """A forward of the target over a tree, of which the root is kept."""
+        tokens = torch.zeros(1 + self._drafter.generation_config.num_assistant_tokens, dtype=torch.long)
+        self._run.score(chain(tokens), torch.zeros(1, self._run.length + 1, dtype=torch.long))
+        self._run.accept(torch.arange(1))
 
     def report(self, depth, rounds):
         """Prints a line, in milliseconds of a round."""
@@ -154,7 +161,8 @@ class Call:
         """The target and the drafter after `ids`."""
         kwargs = {"past_key_values": DynamicCache(config=self._target.config), "use_cache": True}
         run = TargetRun(self._target, ids, self._target.generation_config, kwargs)
-        _, self._features = run.prefill(ids[:, :-1])
+        _, [prompt] = run.prefill(ids[:, :-1])
+        self._features = prompt.features
         generator = FalconCandidateGenerator(self._drafter, self._target)
         generator.commit(self._features, ids[:, 1:])
         self._root = ids[:, -1:]

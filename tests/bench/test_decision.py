@@ -52,7 +52,9 @@ def test_the_decision_model_decides(models, says):
     decisions = {}
     for name, given in found.items():
         costs = Costs({0: 1.0, 8: 1.4})
+        costs.observe_target(1, 1.0)
         stats = acceptance_stats_of(given["assistant_model"], models.target)
+        stats.drafted_rounds = 1
         policy = AdaptivePolicy(DraftOptions(num_assistant_tokens=8), stats, costs, 6, torch.device("cpu"))
         decisions[name] = policy.decide()
     even = branches(math.log(0.3), math.log(0.3))

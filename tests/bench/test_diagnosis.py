@@ -389,9 +389,7 @@ def test_less_than_after_the_training(eagle3):
 class Expensive(FreeDrafting):
     """A draft pass takes as long as ten steps of the target."""
 
-    def __init__(self, seconds):
-        super().__init__(seconds)
-        self.draft_pass = self.commit = 10.0
+    commit = draft_pass = 10.0
 
 
 @pytest.mark.parametrize("costs, causes", [(FreeDrafting, []), (Expensive, ["cost"])])

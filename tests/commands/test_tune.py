@@ -13,14 +13,12 @@ from hf_falcon import AutoDrafter
 from hf_falcon.bench import tuning
 from hf_falcon.commands import tune
 from hf_falcon.core import costs
-from hf_falcon.core.costs import CostKey, Costs
+from hf_falcon.core.costs import CostKey
 from hf_falcon.core.draft_options import DraftOptions
 
 
 def test_predicted_speedup():
-    found = Costs({0: 1.0, 2: 1.2})
-    found.commit, found.draft_pass = 0.1, 0.3
-    gains = tuning.speedups(torch.tensor([[0.0, 0.5, 0.7], [0.0, 0.5, 0.9]]), found)
+    gains = tuning.speedups(torch.tensor([[0.0, 0.5, 0.7], [0.0, 0.5, 0.9]]), [1.0, 1.1, 1.2], 0.1, 0.3)
     expected = [[1 / 1.1, 1.5 / 1.2, 1.7 / 1.3], [1 / 1.4, 1.5 / 1.5, 1.9 / 1.6]]
     assert gains.tolist() == [pytest.approx(row) for row in expected]
 

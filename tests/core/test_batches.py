@@ -18,7 +18,6 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from hf_falcon.core.costs import Costs
 from hf_falcon.core.verification import StepNoise, TokenSequence
 
 LENGTHS = (5, 11, 1, 8)
@@ -344,15 +343,6 @@ def test_a_batch_whose_prompt_fails_leaves_the_cache_its_layers(assisted):
         assisted(target, past_key_values=own)
     handle.remove()
     assert len(layers) == 3 and own.layers == layers
-
-
-def test_costs_of_fewer_rows():
-    costs = Costs({0: 2.0, 1: 3.0, 3: 5.0})
-    costs.draft_pass, costs.commit = 0.4, 0.2
-    fewer = costs.of_fewer_rows(4, 2)
-    # Two rows of two nodes are the four tokens of four rows; of six nodes, twelve tokens.
-    assert fewer.seconds == {0: 2.0, 1: 2.0, 3: 3.0}
-    assert (fewer.draft_pass, fewer.commit) == (0.2, 0.1)
 
 
 @pytest.mark.parametrize("settings", [{"do_sample": False}, {"temperature": 0.7}], ids=["greedy", "sample"])

@@ -72,12 +72,8 @@ def test_whatever_is_in_it(key, file, content):
     file.write_bytes(content)
     assert costs.load(tiny_target("llama"), key) is None
     before = peak_memory()
-    # A call that measures, and one that is too short to.
-    generates(new_tokens=4)
     generates()
     assert peak_memory() - before < 2**28
-    # It is replaced.
-    assert costs.load(tiny_target("llama"), key) is not None
 
 
 NUMBERS = st.integers() | st.floats() | st.sampled_from([10**9, 10**5, 10**400, 0, NODES, "0", "1e9", None, True])

@@ -84,11 +84,14 @@ class OracleCandidateGenerator(FalconCandidateGenerator):
 class FreeDrafting(Costs):
     """Drafting costs next to nothing, and no clock is read."""
 
-    def __init__(self, seconds):
-        super().__init__({0: 1.0, max(seconds): 1.1})
-        self.draft_pass = self.commit = 0.01
+    commit = draft_pass = 0.01
+    plain_step_due = False
 
-    def observe_target(self, cost, seconds):
+    def __init__(self, prior, sizes=()):
+        super().__init__({0: 1.0, max(prior): 1.1})
+        self.largest = max(prior)
+
+    def observe_target(self, nodes, seconds):
         pass
 
     def observe_drafting(self, commit_seconds, pass_seconds, passes):

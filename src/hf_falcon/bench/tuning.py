@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import math
 import statistics
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,15 +16,17 @@ from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
 from ..core.candidate_generator import FalconCandidateGenerator, limited_options
-from ..core.costs import CostKey, Costs, Stopwatch, measure, save
+from ..core.costs import CostKey, Costs, Stopwatch, save
 from ..core.draft_options import DraftOptions
 from ..core.interfaces import Drafter, target_acceleration
 from ..core.policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, acceptance_stats_of
 from ..core.probe import TREES, verdict_of_prompt
 from ..core.target_parts import FeatureTap
 from ..core.target_run import ChainRun, TargetRun
-from ..core.tree import Branches
+from ..core.tree import Branches, chain
 
+# Draft nodes at which the target is timed; between them its time is interpolated.
+_SIZES = (0, 1, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127)
 # Share of the measuring time that each number of threads gets. Fewer threads are recommended where a tree takes less
 # than this share of the seconds with all threads.
 _PART, _CLEARLY = 0.1, 0.95
@@ -114,8 +117,6 @@ def tune(
     measured = target_seconds(target, context, nodes, seconds)
     save(target, cost_key, measured)
     known = acceptance_stats_of(drafter, target)
-    # The answers do not measure the target a second time.
-    known.costs[cost_key] = Costs(measured)
     # Tokens of prompt lookup would take nodes from the drafter's tree, which is measured here.
     drafter.generation_config.prompt_lookup_num_tokens = 0
     drafter.generation_config.draft_calibration = []
@@ -126,9 +127,8 @@ def tune(
     ]
     calibration = [round(share.value, 3) for share in known.depths]
     expected, commit, draft_pass = drafting(drafter, target, texts, options)
-    costs = Costs(measured)
-    costs.commit, costs.draft_pass = commit / measured[0], draft_pass / measured[0]
-    found = Tuning(cost_key, measured, commit, draft_pass, expected, speedups(expected, costs), calibration, {})
+    gains = speedups(expected, Costs(measured).target(nodes), commit / measured[0], draft_pass / measured[0])
+    found = Tuning(cost_key, measured, commit, draft_pass, expected, gains, calibration, {})
     found.seconds_by_threads = seconds_by_threads(target, context, max(1, found.nodes), _PART * seconds)
     return found
 
@@ -175,7 +175,19 @@ def target_seconds(target: PreTrainedModel, context: int, max_nodes: int, second
     make_run = TargetRun if verdict_of_prompt(target, input_ids).way == TREES else ChainRun
     run = make_run(target, input_ids, target.generation_config, kwargs)
     run.prefill(input_ids)
-    return measure(run.dry_run, max_nodes, target.device, seconds, repeats=1000)
+    times: dict[int, list[float]] = {size: [] for size in (*(size for size in _SIZES if size < max_nodes), max_nodes)}
+    begin = time.perf_counter()
+    while (is_first := not all(times.values())) or time.perf_counter() - begin < seconds:
+        # Each size gets the same time.
+        size = min(times, key=lambda size: sum(times[size]) if times[size] or not is_first else -1.0)
+        watch = Stopwatch(target.device)
+        text = torch.zeros(1, run.length + 1, dtype=torch.long)
+        run.score([chain(torch.zeros(size + 1, dtype=torch.long))], [text])
+        watch.lap()
+        times[size].append(sum(watch.seconds(wait=True) or ()))
+        # A recurrent state would have to run rejected tokens again.
+        run.accept([torch.arange(size + 1 if isinstance(run, ChainRun) else 1)])
+    return {size: statistics.median_low(found) for size, found in times.items()}
 
 
 def seconds_by_threads(
@@ -237,11 +249,20 @@ def drafting(
     return total / max(1, places), statistics.median(commits), statistics.median(passes)
 
 
-def speedups(expected: Tensor, costs: Costs) -> Tensor:
-    """Predicted speed-up over plain decoding by passes and nodes, of the shape of `expected`."""
-    target = torch.tensor(costs.target(expected.shape[1] - 1))
-    drafted = costs.commit + costs.draft_pass * torch.arange(expected.shape[0])
-    return (1.0 + expected) / (target[None] + drafted[:, None])
+def speedups(expected: Tensor, target: list[float], commit: float, draft_pass: float) -> Tensor:
+    """
+    Predicted speed-up over plain decoding by passes and nodes.
+
+    Args:
+        expected (`torch.Tensor` of shape `(passes, nodes + 1)`): accepted draft tokens of a round.
+        target (`list[float]`): the target's time for 0, 1, ..., `nodes` draft nodes, in plain steps.
+        commit, draft_pass (`float`): the time of a commit and of a further pass, in plain steps.
+
+    Returns:
+        `torch.Tensor` of the shape of `expected`.
+    """
+    drafted = commit + draft_pass * torch.arange(expected.shape[0])
+    return (1.0 + expected) / (torch.tensor(target)[None] + drafted[:, None])
 
 
 def fastest_count(seconds: dict[int, tuple[float, float]]) -> int:

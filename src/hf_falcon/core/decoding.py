@@ -255,9 +255,7 @@ def _policy(run: TargetRun | ChainRun, rows: Sequence[Row], batch: Batch) -> Dra
         model, run.length, options.num_assistant_tokens, len(rows), acceleration.is_packed, acceleration.sizes
     )
     stats = stats.under(key)
-    costs = costs_of(model, key, stats.costs, run.dry_run, tokens=limit + 1)
-    if costs is None:
-        return PlainPolicy(options, stats)
+    costs = costs_of(model, key, stats.costs)
     if isinstance(run, ChainRun):
         run.costs = costs
     return AdaptivePolicy(options, stats, costs, drafter.config.block_size, ahead, run.most_deferred)

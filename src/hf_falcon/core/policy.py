@@ -30,16 +30,18 @@ _MATCHES = ((2, 0.47), (3, 0.57), (4, 0.73), (5, 0.78), (8, 0.86), (12, 0.89), (
 # Observations that an initial share counts for, the factor by which old observations count less, and the least share.
 _PRIOR, _DECAY, _LEAST = 8.0, 0.995, 1e-3
 # The same for the accepted share of whole trees: drafting with a useless drafter is to pause soon.
-_PRIOR_OF_TREES, _DECAY_OF_TREES = 4.0, 0.95
+_PRIOR_OF_TREES, _DECAY_OF_TREES = 1.0, 0.95
 # Weight of a new round in a running mean.
 _NEW, _NEW_RATE = 0.15, 0.05
-# Rounds without drafting once it does not pay: at first, and at most, doubling; and drafted rounds that probe after
-# them.
-_SHORTEST_COOLDOWN, _LONGEST_COOLDOWN, _PROBES = 16, 256, 2
+# Tokens that drafting may lose before it pauses, and the tokens that a plain step adds to them. So drafting is probed
+# now and then, and the dearer a probe is, the rarer.
+_CREDIT, _PROBE_SHARE = 0.3, 0.01
 # Drafted rounds in a row without a second pass: the gain and the cost of a pass are observed only where one runs.
 _LONGEST_SINGLE = 8
 # From this probability of its first token on, a looked-up path decides a round's outcome more than drafting does.
 _LIKELY = 0.3
+# Nodes that a tree may have before any tree was timed.
+_FIRST_NODES = 1
 
 
 class Share:
@@ -84,14 +86,15 @@ class AcceptanceStats:
         self.continuation: Callable[[Branches], Tensor] = total_probability
         # Expected accepted tokens of a drafted round's tree, and the share of them that was accepted: a mean of
         # accepted tokens alone is as noisy as few rounds are, and would pause drafting after a run of bad luck.
-        self.expected_tokens, self.accepted_share = 1.0, Share(1.0, _PRIOR_OF_TREES, _DECAY_OF_TREES)
+        self.expected_tokens, self.accepted_share = 0.0, Share(1.0, _PRIOR_OF_TREES, _DECAY_OF_TREES)
         # Cost of drafting them and of verifying more than the root, in plain steps.
-        self.cost = 0.3
+        self.cost = 0.0
+        # Drafted rounds that these means are of.
+        self.drafted_rounds = 0
         # Tokens in the time of a plain step.
-        self.rate = 1.2
-        # Rounds that drafting pauses for, rounds that it has paused, and drafted rounds left that probe whether it
-        # pays.
-        self.cooldown, self.paused_rounds, self.probes = _SHORTEST_COOLDOWN, 0, 0
+        self.rate = 1.0
+        # Tokens that drafting may lose before it pauses.
+        self.credit = _CREDIT
         # Means of the probability that a further pass continues a right path, after 1, 2, ... passes.
         self.continuations: list[float] = []
         # Drafted rounds since one had a second pass.
@@ -126,7 +129,8 @@ class AcceptanceStats:
     def depth(self, depth: int) -> Share:
         """The calibration of nodes at `depth`, from 1."""
         if len(self.depths) < depth:
-            self.start_from([1.0] * depth)
+            missing = depth - len(self.depths)
+            self.depths.extend(Share(1.0, _PRIOR_OF_TREES) for _ in range(missing))
         return self.depths[depth - 1]
 
     def continuation_after(self, passes: int) -> float:
@@ -378,18 +382,30 @@ class AdaptivePolicy(DraftPolicy):
         stats.start_from(options.draft_calibration)
         self._costs = costs
         self._max_depth = options.num_draft_passes * block_size
-        # In plain steps, for 0, 1, 2, ... draft nodes or deferred tokens.
-        self._target_times = torch.tensor(costs.target(options.num_assistant_tokens + most_deferred), device="cpu")
+        self._most_nodes = options.num_assistant_tokens + most_deferred
+        self._version = -1
+        self._read_costs()
+
+    def _read_costs(self) -> None:
+        """Takes the target's time for 0, 1, 2, ... draft nodes or deferred tokens, in plain steps."""
+        if self._version != self._costs.version:
+            self._version = self._costs.version
+            self._target_times = torch.tensor(self._costs.target(self._most_nodes), device="cpu")
 
     def decide(self, matched: int = 0, found: int = 0) -> DraftDecision:
         """See [`DraftPolicy.decide`]."""
         stats = self._stats
         log_probs = self._lookup_log_probs(matched, found)
         likely = math.exp(log_probs[0]) if log_probs else 0.0
+        if self._costs.plain_step_due and likely < _LIKELY:
+            return DraftDecision(draft=False, node_costs=torch.full((1,), 0.0), matched=matched)
+        self._read_costs()
         # Where the looked-up path is right a pass adds nothing to it.
         gain = stats.pass_gain * (1.0 - likely)
-        threshold = stats.rate * self._costs.draft_pass / gain if gain > 0 else math.inf
-        probe_pass = stats.single_passes >= _LONGEST_SINGLE and likely < _LIKELY
+        # The first round of an unknown drafter has one pass: passes may be dear, and the drafter useless.
+        is_known = stats.drafted_rounds > 0
+        threshold = stats.rate * self._costs.draft_pass / gain if gain > 0 and is_known else math.inf
+        probe_pass = is_known and stats.single_passes >= _LONGEST_SINGLE and likely < _LIKELY
         return DraftDecision(
             draft=self._should_draft(likely),
             matched=matched,
@@ -399,8 +415,14 @@ class AdaptivePolicy(DraftPolicy):
             continuation=stats.continuation,
             probe_pass=probe_pass,
             passes=self._passes_ahead(threshold, 2 if probe_pass else 1) if self._ahead else None,
-            node_costs=stats.rate * self._target_times,
+            node_costs=self._node_costs(),
         )
+
+    def _node_costs(self) -> Tensor:
+        """In tokens. A tree is at most about twice as large as one that was timed: costs may rise steeply."""
+        costs = self._stats.rate * self._target_times
+        costs[2 * self._costs.largest + _FIRST_NODES :] = math.inf
+        return costs
 
     def _passes_ahead(self, threshold: float, least: int) -> int:
         """The number of passes, by the mean of what earlier rounds showed after each pass."""
@@ -414,16 +436,8 @@ class AdaptivePolicy(DraftPolicy):
         stats = self._stats
         cost = stats.rate * stats.cost
         if stats.accepted_tokens > cost:
-            stats.cooldown, stats.paused_rounds, stats.probes = _SHORTEST_COOLDOWN, 0, 0
             return stats.accepted_tokens * (1.0 - likely) > cost
-        if stats.probes > 0 and likely < _LIKELY:
-            stats.probes -= 1
-            return True
-        stats.paused_rounds += 1
-        if stats.paused_rounds > stats.cooldown:
-            stats.cooldown, stats.paused_rounds = min(2 * stats.cooldown, _LONGEST_COOLDOWN), 0
-            stats.probes = _PROBES
-        return False
+        return stats.credit > 0.0 and likely < _LIKELY
 
     def _correction(self, depth: int) -> float:
         return math.log(min(1.0, self._stats.depth(depth).value))
@@ -434,10 +448,10 @@ class AdaptivePolicy(DraftPolicy):
         stats, costs, time, decision = self._stats, self._costs, outcome.time, outcome.decision
         # Where the context foretells the text, the outcome says little of the drafter and of text that is new.
         is_new_text = decision.lookup_probability < _LIKELY
-        verifying = float(self._target_times[time.nodes - 1])
         if time.target is not None:
-            costs.observe_target(verifying, time.target)
-        cost = verifying
+            costs.observe_target(time.nodes, time.target)
+            self._read_costs()
+        cost = verifying = float(self._target_times[time.nodes - 1])
         if time.passes is not None:
             if time.drafting is not None:
                 costs.observe_drafting(time.commit, time.drafting, time.passes)
@@ -448,10 +462,16 @@ class AdaptivePolicy(DraftPolicy):
                 expected, shares = _expected_tokens(outcome.tree, outcome.path)
                 if expected > 0.0:
                     stats.accepted_share.observe(outcome.accepted, expected)
-                stats.expected_tokens += _NEW * (expected - stats.expected_tokens)
-                stats.cost += _NEW * (drafting + verifying - 1.0 - stats.cost)
+                stats.drafted_rounds += 1
+                new, extra = max(_NEW, 1.0 / stats.drafted_rounds), drafting + verifying - 1.0
+                stats.expected_tokens += new * (expected - stats.expected_tokens)
+                stats.cost += new * (extra - stats.cost)
+                gain = expected * stats.accepted_share.value - stats.rate * extra
+                stats.credit = min(_CREDIT, stats.credit + gain)
                 if not decision.lookup_log_probs:
                     self._update_calibration(shares, outcome)
+        elif is_new_text:
+            stats.credit = min(_CREDIT, stats.credit + _PROBE_SHARE)
         if is_new_text:
             stats.rate = max(1.0, stats.rate + _NEW_RATE * (outcome.path.shape[0] - stats.rate * cost))
 

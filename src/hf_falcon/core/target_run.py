@@ -29,7 +29,7 @@ from .target_parts import (
     layer_kinds,
     rope_boundary,
 )
-from .tree import DraftTree, chain, star, to_device
+from .tree import DraftTree, chain, to_device
 
 
 class PromptFeatures(NamedTuple):
@@ -218,18 +218,6 @@ class TargetRun:
             self._position_shift = self._position_shift[..., indices, :]
         for layer in self._layers:
             layer.select(indices)
-
-    def dry_run(self, nodes: int) -> Tensor:
-        """
-        Scores a root and `nodes` draft nodes that mean nothing in each row, and keeps none: for timing.
-
-        Returns:
-            `torch.Tensor` of shape `(rows, 1 + nodes, vocab_size)`: their logits.
-        """
-        outputs, self._outputs = self._outputs, None
-        logits, _ = self.score([star(nodes)] * len(self._slots), ())
-        self._outputs = outputs
-        return logits
 
     def finish(self, sequences: Tensor | None = None) -> Cache:
         """
@@ -506,15 +494,6 @@ class ChainRun:
             self.deferred, self._spent = 0, 0.0
         else:
             self.deferred = kept
-
-    def dry_run(self, nodes: int) -> Tensor:
-        """See [`TargetRun.dry_run`]."""
-        assert self._rewind is not None
-        self._rewind.mark()
-        text = torch.zeros(1, self.length + 1 + nodes, dtype=torch.long, device="cpu")
-        logits, _ = self._forward(text, 1 + nodes)
-        self._rewind.undo()
-        return logits
 
     def finish(self, sequences: Tensor | None = None) -> Any:
         """See [`TargetRun.finish`]."""

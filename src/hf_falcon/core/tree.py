@@ -130,14 +130,6 @@ def chain(token_ids: Tensor) -> DraftTree:
     return DraftTree(token_ids, (nodes - 1).clamp(min=0), nodes, nodes[:, None] >= nodes)
 
 
-def star(nodes: int) -> DraftTree:
-    """A root with `nodes` children of token 0, for dummy forwards."""
-    parents = torch.zeros(nodes + 1, dtype=torch.long, device="cpu")
-    depths = torch.ones_like(parents)
-    depths[0] = 0
-    return DraftTree(parents, parents, depths, ancestor_mask(parents, 1))
-
-
 def validate_paths(paths: Iterable[Sequence[int]]) -> list[Path]:
     """
     Checks a static tree: each node a tuple of child ranks, from the root; rank 0 is the most probable child.

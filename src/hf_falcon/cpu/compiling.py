@@ -21,6 +21,7 @@ from ..core.drafter import DraftModel
 from ..core.modeling_falcon_draft import hide_end
 from ..core.probe import TREES, verdict_of_prompt
 from ..core.target_run import TargetRun
+from ..core.tree import chain
 from .backend import CpuTarget
 from .compiled_code import captures_graphs
 from .compiled_passes import CompilableDrafter, CompiledHead, CompiledPasses
@@ -213,7 +214,10 @@ def _is_faster(rounds: CompiledRounds, runs: list[TargetRun], size: int) -> bool
 def _logits(run: TargetRun, size: int, rounds: CompiledRounds | None) -> Tensor:
     """The logits of a tree of `size` tokens, compiled or not."""
     run.acceleration = CpuTarget(run.model, rounds)
-    return run.dry_run(size - 1)
+    # Nothing is accepted, so the next forward has the same context.
+    text = torch.zeros(1, run.length + 1, dtype=torch.long)
+    logits, _ = run.score([chain(torch.zeros(size, dtype=torch.long))], [text])
+    return logits
 
 
 def _compile_passes(rounds: CompiledRounds, target: PreTrainedModel, drafter: Any, config: CompileConfig) -> None:
