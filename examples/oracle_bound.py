@@ -119,8 +119,8 @@ class Call:
     def _score(self):
         """A forward of the target over a tree, of which the root is kept."""
         tokens = torch.zeros(1 + self._drafter.generation_config.num_assistant_tokens, dtype=torch.long)
-        self._run.score(chain(tokens), torch.zeros(1, self._run.length + 1, dtype=torch.long))
-        self._run.accept(torch.arange(1))
+        self._run.score([chain(tokens)], [torch.zeros(1, self._run.length + 1, dtype=torch.long)])
+        self._run.accept([torch.arange(1)])
 
     def report(self, depth, rounds):
         """Prints a line, in milliseconds of a round."""
