@@ -83,7 +83,7 @@ def test_a_process_soon_drafts_as_another_does():
     """Timings scatter, and trees have nearly the same sizes all the same."""
     sizes = []
     for noise in (0.03, 0.06):
-        process = Process(lambda _: replace(QUIET, noise=noise, spikes=0.0), DRAFTERS["strong"])
+        process = Process(lambda _, noise=noise: replace(QUIET, noise=noise, spikes=0.0), DRAFTERS["strong"])
         process.answer(300)
         sizes.append(process.sizes)
     pairs = list(zip(*sizes))
@@ -115,7 +115,7 @@ CONSTANTS = [
 
 def mean_ratio() -> float:
     cells = [("CPU", "strong"), ("CPU", "wrong"), ("GPU", "fair"), ("loaded CPU", "fair"), ("CPU in float32", "fair")]
-    return fmean(ratio_of(lambda _: MACHINES[machine], DRAFTERS[drafter], 4, 128) for machine, drafter in cells)
+    return fmean(ratio_of(lambda _, name=name: MACHINES[name], DRAFTERS[drafter], 4, 128) for name, drafter in cells)
 
 
 @pytest.fixture(scope="module")
@@ -127,7 +127,7 @@ def usual_ratio():
 @pytest.mark.parametrize("factor", [0.8, 1.2])
 @pytest.mark.parametrize("module, name", CONSTANTS)
 def test_constants_need_no_precision(module, name, factor, usual_ratio, monkeypatch):
-    """A fifth more or less changes nothing that matters. A decay's distance from 1 is changed, as that of a step is."""
+    """A fifth more or less changes little. Of decays and of the step, the distance from 1 is changed."""
     value = getattr(module, name)
     about_one = name in ("_DECAY", "_DECAY_OF_TREES", "_STEP")
     changed = 1.0 + factor * (value - 1.0) if about_one else factor * value
