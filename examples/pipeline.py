@@ -25,7 +25,7 @@ def main() -> None:
     answers = []
     for drafter in (None, shipped_drafter()):
         write = pipeline("text-generation", model=str(converted_target()), assistant_model=drafter)
-        # The first call of a drafter measures the machine.
+        # The first call of a drafter learns what rounds cost.
         write(chat, max_new_tokens=8)
         set_seed(0)
         start = time.perf_counter()

@@ -114,7 +114,7 @@ def main():
     target, tokenizer = load_target(arguments.target, arguments.dtype)
     drafter = load_drafter(arguments.drafter, arguments.dtype)
     server = make_server(target, tokenizer, drafter, arguments.target or TARGET_NAME)
-    # The first call of a drafter measures the machine.
+    # The first call of a drafter learns what rounds cost.
     server.generate(**tokenizer("Hello", return_tensors="pt").to(target.device), max_new_tokens=64)
     with socket.create_server(("127.0.0.1", arguments.port)) as listener:
         print(f"http://127.0.0.1:{listener.getsockname()[1]}", flush=True)

@@ -199,7 +199,7 @@ def test_deferred_tokens_enter_the_cache_by_cost(model_of, runs, monkeypatch):
         rounds = runs[-1].rounds
         alone[slope] = [deferred for deferred, nodes in rounds if deferred and nodes == 1]
     assert all(deferred >= ChainRun.most_deferred for deferred in alone[0.0])
-    assert alone[0.15] and min(alone[0.15]) < ChainRun.most_deferred // 2
+    assert alone[0.15] and min(alone[0.15]) <= ChainRun.most_deferred // 2
 
 
 @pytest.mark.parametrize("model_type", ["jamba", "mamba"])

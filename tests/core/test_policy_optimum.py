@@ -63,13 +63,13 @@ def ratio_of(machine, drafter: Drafter, answers: int, tokens: int, skipped: int 
 def test_near_the_optimum(machine, drafter):
     """No fixed tree is much better. A policy that looks at each round may be better than all."""
     best = best_fixed_rate(MACHINES[machine], DRAFTERS[drafter], rounds=100)
-    assert ratio_of(lambda _, machine=machine: MACHINES[machine], DRAFTERS[drafter], 4, 200, skipped=1) >= 0.92 * best
+    assert ratio_of(lambda _: MACHINES[machine], DRAFTERS[drafter], 4, 200, skipped=1) >= 0.92 * best
 
 
 @pytest.mark.parametrize("drafter", ["random", "wrong"])
 @pytest.mark.parametrize("machine", MACHINES)
 def test_useless_drafters_cost_little_in_short_answers(machine, drafter):
-    assert ratio_of(lambda _, machine=machine: MACHINES[machine], DRAFTERS[drafter], 5, 64, skipped=1) >= 0.96
+    assert ratio_of(lambda _: MACHINES[machine], DRAFTERS[drafter], 5, 64, skipped=1) >= 0.96
 
 
 @pytest.mark.parametrize("drafter, least", [("strong", 1.08), ("fair", 1.08), ("wrong", 0.96)])
@@ -115,9 +115,7 @@ CONSTANTS = [
 
 def mean_ratio() -> float:
     cells = [("CPU", "strong"), ("CPU", "wrong"), ("GPU", "fair"), ("loaded CPU", "fair"), ("CPU in float32", "fair")]
-    return fmean(
-        ratio_of(lambda _, machine=machine: MACHINES[machine], DRAFTERS[drafter], 4, 128) for machine, drafter in cells
-    )
+    return fmean(ratio_of(lambda _, name=name: MACHINES[name], DRAFTERS[drafter], 4, 128) for name, drafter in cells)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +127,7 @@ def usual_ratio():
 @pytest.mark.parametrize("factor", [0.8, 1.2])
 @pytest.mark.parametrize("module, name", CONSTANTS)
 def test_constants_need_no_precision(module, name, factor, usual_ratio, monkeypatch):
-    """A fifth more or less changes nothing that matters. Of a decay and a step the distance from 1 is changed."""
+    """A fifth more or less changes little. Of decays and of the step, the distance from 1 is changed."""
     value = getattr(module, name)
     about_one = name in ("_DECAY", "_DECAY_OF_TREES", "_STEP")
     changed = 1.0 + factor * (value - 1.0) if about_one else factor * value

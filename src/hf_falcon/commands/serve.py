@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
         server = TargetServer(target, tokenizer, name)
         if drafter is not None:
             attach(target, drafter)
-            # The first call of a drafter that may write some tokens measures the machine.
+            # The first call of a drafter that may write some tokens learns what rounds cost.
             server.generate(**tokenizer("Hello", return_tensors="pt").to(target.device), max_new_tokens=64)
         host, port = listener.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
