@@ -217,6 +217,11 @@ def kept_file(token_file: str | Path, batch: int) -> Path:
     return kept_folder(token_file) / f"batch-{batch:05d}.safetensors"
 
 
+def without_kept(paths: Sequence[str]) -> list[str]:
+    """The token files that have no kept features."""
+    return [path for path in paths if not (kept_folder(path) / _MANIFEST).exists()]
+
+
 def kept_features(
     paths: Sequence[str], files: Sequence[TokenFile], target: PreTrainedModel, layers: Sequence[int] = ()
 ) -> JoinedFeatures | None:
@@ -230,8 +235,7 @@ def kept_features(
     Raises:
         As [`StoredFeatures`].
     """
-    lacking = [path for path in paths if not (kept_folder(path) / _MANIFEST).exists()]
-    if lacking:
+    if lacking := without_kept(paths):
         if len(lacking) < len(paths):
             logger.warning(
                 f"Not all token files have kept features ({', '.join(lacking)} has none), so all features are "
