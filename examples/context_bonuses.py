@@ -7,7 +7,7 @@ The samples should be the target's own greedy responses that the drafter was not
     hf-falcon prepare --data prompts.jsonl --output held_out.safetensors --temperatures 0 --max_new_tokens 128
     python examples/context_bonuses.py --data held_out.safetensors
 
-The drafter must propose one token a pass, without an LSTM.
+The drafter must propose one token a pass, without an LSTM. Features that `prepare` kept beside the file are read.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from hf_falcon.commands.models import load_drafter, load_target
 from hf_falcon.core.candidate_generator import ContextHead
 from hf_falcon.core.draft_session import TargetHead
 from hf_falcon.training.csgd import draft_pass, shift_left
-from hf_falcon.training.features import target_features
+from hf_falcon.training.features import kept_features, target_features
 from hf_falcon.training.token_file import TokenFile
 
 STEPS, LEARNING_RATE = 100, 0.1
@@ -50,7 +50,12 @@ class Sample(NamedTuple):
 
 @torch.no_grad()
 def observe(
-    drafter: FalconDraftModel, target: PreTrainedModel, token_ids: Tensor, prompt_length: int, most: int
+    drafter: FalconDraftModel,
+    target: PreTrainedModel,
+    token_ids: Tensor,
+    prompt_length: int,
+    most: int,
+    features: Tensor | None = None,
 ) -> Sample | None:
     """
     The first pass at each response token of a sample, after the tokens before it.
@@ -60,13 +65,15 @@ def observe(
         token_ids (`torch.LongTensor` of shape `(1, length)`): the sample.
         prompt_length (`int`): tokens before the response.
         most (`int`): equal tokens that are told apart, at most.
+        features (`torch.Tensor` of shape `(1, length, hidden_size)`, *optional*): the target's, if they were kept.
 
     Returns:
         [`Sample`], without the choices that the drafter does not score; `None` if none is left.
     """
     valid, blocks = torch.ones_like(token_ids, dtype=torch.bool), torch.arange(token_ids.shape[1])[None]
     head = TargetHead(drafter, target)
-    features = target_features(target, token_ids, valid)
+    if features is None:
+        features = target_features(target, token_ids, valid)
     states = draft_pass(drafter, features, head.embed(shift_left(token_ids, 1)), blocks, valid)[0]
     choices = target.get_output_embeddings()(features)[0].argmax(dim=-1)
     # The bonus of n equal tokens is n + 1: what a token gains tells n.
@@ -78,7 +85,7 @@ def observe(
         vocabulary = torch.arange(drafter.config.vocab_size) if context.vocab_ids is None else context.vocab_ids
         column = (vocabulary == choices[i + 1]).nonzero()
         if column.shape[0]:
-            logits.append(context.logits(states[i : i + 1])[0])
+            logits.append(context.logits(states[i : i + 1])[0].float())
             gained = context.prefer_repetitions(torch.zeros_like(logits[-1])[None], context.latest())[0]
             equal.append(gained.round().long() - 1)
             right.append(int(column))
@@ -126,15 +133,20 @@ def main() -> None:
     parser.add_argument("--target", help="target, from the Hub or a folder")
     parser.add_argument("--drafter", help="drafter, from the Hub or a folder")
     parser.add_argument("--samples", type=int, default=64, help="samples, from the start of the file")
+    parser.add_argument("--first", type=int, default=0, help="the first of these samples")
+    parser.add_argument("--dtype", default="float32", help="dtype of the target and the drafter")
     parser.add_argument("--max_length", type=int, default=256, help="tokens of a sample, at most")
     parser.add_argument("--most", type=int, default=4, help="equal tokens that are told apart, at most")
     arguments = parser.parse_args()
-    target, _ = load_target(arguments.target, "float32", "cpu")
-    drafter = load_drafter(arguments.drafter, "float32")
+    target, _ = load_target(arguments.target, arguments.dtype, "cpu")
+    drafter = load_drafter(arguments.drafter, arguments.dtype)
     data, samples = TokenFile.load(arguments.data), []
-    for index in range(min(arguments.samples, len(data))):
+    kept = kept_features([arguments.data], [data], target)
+    for index in range(arguments.first, min(arguments.first + arguments.samples, len(data))):
         token_ids, prompt_length = data.sample(index)
-        found = observe(drafter, target, token_ids[None, : arguments.max_length], prompt_length, arguments.most)
+        row = token_ids[None, : arguments.max_length]
+        features = None if kept is None else kept.sample(index)[None, : arguments.max_length].to(target.dtype)
+        found = observe(drafter, target, row, prompt_length, arguments.most, features)
         samples += [] if found is None else [found]
     bonuses = fit(samples[::2], arguments.most)
     rest = samples[1::2]

@@ -210,7 +210,9 @@ def test_custom_code_registers_no_torch_library(saved, tmp_path):
 def test_shipped_drafters_load(folder):
     model_class = MedusaLikeModel if folder.name.startswith("medusa") else hf_falcon.FalconDraftModel
     drafter = model_class.from_pretrained(folder)
-    assert drafter.config.target_model_type == ("gemma3_text" if "gemma" in folder.name else "llama")
+    kinds = {"gemma": "gemma3_text", "qwen": "qwen2"}
+    expected = next((kind for name, kind in kinds.items() if name in folder.name), "llama")
+    assert drafter.config.target_model_type == expected
     if model_class is hf_falcon.FalconDraftModel:
         auto = AutoModel.from_pretrained(folder)
         assert type(auto) is model_class

@@ -3,6 +3,7 @@
 
 import os
 import re
+import shutil
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from hf_falcon.training.csgd import (
     TrainingHeads,
     draft_loss,
 )
+from hf_falcon.training.features import kept_folder, record_features
 from hf_falcon.training.token_file import TokenFile
 
 
@@ -121,7 +123,11 @@ def test_planned_work(workplace, tmp_path, capsys, block_size, passes):
 
 def test_a_plan_reads_stored_features_once(workplace, tmp_path, capsys):
     shares = []
-    for options in ({}, {"features_dir": tmp_path / "features"}):
+    data = tmp_path / "tokens.safetensors"
+    shutil.copy(workplace / "tokens.safetensors", data)
+    kept_folder(data).mkdir()
+    record_features(kept_folder(data), {})
+    for options in ({}, {"features_dir": tmp_path / "features"}, {"data": data}):
         train.main(arguments(workplace, tmp_path, plan=True, max_steps=100, **options))
         shares.append(int(re.search(r"(\d+)% of them the target's", capsys.readouterr().out)[1]))
-    assert shares[1] < shares[0] / 5
+    assert shares[1] < shares[0] / 5 and shares[2] == 0

@@ -16,7 +16,10 @@ from hf_falcon.drafters.files import digests
 ROOT = Path(__file__).parents[2]
 FOLDERS = [pytest.param(file.parent, id=file.parent.name) for file in sorted(ROOT.glob("hub_cards/*/README.md"))]
 # License and target; of the others they are SmolLM2's.
-GEMMA = {"falcon-draft-gemma-3-270m": ("gemma", "google/gemma-3-270m")}
+OTHERS = {
+    "falcon-draft-gemma-3-270m": ("gemma", "google/gemma-3-270m"),
+    "falcon-draft-qwen2.5-coder-1.5b-instruct": ("apache-2.0", "Qwen/Qwen2.5-Coder-1.5B-Instruct"),
+}
 # What is stored beside the weights and not trained.
 BUFFERS = {"draft_vocab_ids", "feature_mean", "feature_std"}
 
@@ -26,7 +29,7 @@ def test_card_is_valid_and_complete(folder):
     card = ModelCard.load(folder / "README.md")
     data = card.data
     assert (data.library_name, data.pipeline_tag) == ("transformers", "text-generation")
-    assert (data.license, data.base_model) == GEMMA.get(folder.name, ("apache-2.0", TARGET_NAME))
+    assert (data.license, data.base_model) == OTHERS.get(folder.name, ("apache-2.0", TARGET_NAME))
     assert data.base_model_relation == "adapter"
     assert {"speculative-decoding", "assisted-generation"} <= set(data.tags)
     assert data.datasets == ["anon8231489123/ShareGPT_Vicuna_unfiltered"]
@@ -72,7 +75,7 @@ def test_weights_are_those_of_the_config(folder):
     config = kind.config_class.from_pretrained(folder)
     # So that a damaged or changed file is refused.
     assert config.weights_sha256 == digests(folder)
-    assert config.target_name_or_path == GEMMA.get(folder.name, ("", TARGET_NAME))[1]
+    assert config.target_name_or_path == OTHERS.get(folder.name, ("", TARGET_NAME))[1]
 
 
 def test_info_says_what_the_card_says(capsys):

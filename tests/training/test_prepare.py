@@ -25,8 +25,10 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_falcon.commands import prepare as command
 from hf_falcon.commands.models import encode
+from hf_falcon.training import features as features_module
 from hf_falcon.training import prepare as prepare_module
 from hf_falcon.training import token_file as token_file_module
+from hf_falcon.training.features import kept_features, target_features
 from hf_falcon.training.prepare import PrepareArguments, prepare
 from hf_falcon.training.provenance import provenance
 from hf_falcon.training.token_file import TokenFile
@@ -164,6 +166,42 @@ def test_killed_run_continues_to_the_same_bytes(
     assert len(generated) == batches_left
     assert Path(broken.output).read_bytes() == unbroken
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "out"]
+
+
+@pytest.mark.parametrize("layers", [[], [0]])
+def test_kept_features_are_the_targets(arguments, target, unbroken, tmp_path, monkeypatch, layers):
+    """A killed run without them resumes with them, and the tokens stay the same."""
+    with monkeypatch.context() as patch:
+        kill_at(patch, prepare_module, "_respond", 1)
+        with pytest.raises(Killed):
+            prepare(arguments(), *target)
+    options = {"keep_features": True, "feature_layers": layers}
+    with monkeypatch.context() as patch:
+        kill_at(patch, prepare_module, "_respond", 2)
+        with pytest.raises(Killed):
+            prepare(arguments(**options), *target)
+    file = prepare(arguments(**options), *target)
+    assert Path(arguments().output).read_bytes() == unbroken
+    monkeypatch.setattr(features_module, "target_features", None)
+    kept = kept_features([arguments().output], [file], target[0], layers)
+    monkeypatch.undo()
+    for index in range(len(file)):
+        row = file.sample(index)[0][None]
+        expected = target_features(target[0], row, torch.ones_like(row, dtype=torch.bool), layers)[0]
+        found = kept.sample(index)
+        assert found.shape == expected.shape and not found[-1].any()
+        torch.testing.assert_close(found[:-1].float(), expected[:-1], rtol=1e-2, atol=1e-2)
+        # A drafter may read fewer layers.
+        assert torch.equal(kept.sample(index, []), found[:, : target[0].config.hidden_size])
+    with pytest.raises(ValueError, match="`feature_layers` was .*, now .*1"):
+        prepare(arguments(**{**options, "feature_layers": [1]}, seed=0, output=str(tmp_path / "out")), *target)
+
+
+def test_features_kept_that_cannot_be(arguments):
+    with pytest.raises(ValueError, match="leave out one of them"):
+        arguments(keep_features=True, responses="data")
+    with pytest.raises(ValueError, match="it needs `keep_features`"):
+        arguments(feature_layers=[1])
 
 
 def test_continuing_with_other_arguments_is_refused(arguments, target, monkeypatch, tmp_path):

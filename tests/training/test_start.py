@@ -10,7 +10,7 @@ from hf_falcon.core.configuration_falcon_draft import FalconDraftConfig
 from hf_falcon.core.drafter import FalconDraftModel
 from hf_falcon.core.modeling_falcon_draft import additive_mask, relaxed_causal_mask
 from hf_falcon.training.features import feature_statistics, some_features
-from hf_falcon.training.start import like_last_layer, start_blocks, start_falcon
+from hf_falcon.training.start import like_last_layer, narrow_mlps, start_blocks, start_falcon
 
 # Of Gemma 3's four layers the last two are of one kind: all layers of a drafter have the same rotary frequencies.
 LAYERS = {"gemma3": {"num_hidden_layers": 4, "layer_types": ["sliding_attention"] * 2 + ["full_attention"] * 2}}
@@ -98,7 +98,7 @@ def test_layers_are_copied_and_the_fusion_estimates_what_they_read(kind, block_s
 @pytest.mark.parametrize(
     "kind, fields",
     [
-        ("llama", {"intermediate_size": 40}),
+        ("llama", {"intermediate_size": 400}),
         # Projections of another form, other positions, and no layer before the copied ones.
         ("phi3", {}),
         ("llama", {"rope_theta": 3.0}),
@@ -113,6 +113,41 @@ def test_layers_of_another_kind_stay_as_they_are(kind, fields):
     changed = {name for name, tensor in drafter.state_dict().items() if not torch.equal(tensor, before[name])}
     assert changed == {"fusion.linear.weight"}
     check_least_squares(drafter, target, 1, layer=None)
+
+
+@torch.no_grad()
+def test_a_narrower_mlp_keeps_the_units_that_count():
+    target = new_target("llama", num_hidden_layers=4)
+    width, kept = target.config.intermediate_size, target.config.intermediate_size // 2
+    for layer in target.model.layers[2:]:
+        # Only every other unit has an output.
+        layer.mlp.down_proj.weight[:, 1::2] = 0
+    drafter = new(target, num_hidden_layers=2, intermediate_size=kept)
+    assert drafter.config.intermediate_size == kept < width
+    start_falcon(drafter, target, DATA)
+    for mine, theirs in zip(drafter.layers, target.model.layers[2:]):
+        for name, weight in mine.named_parameters():
+            other = theirs.get_parameter(name)
+            if name.startswith("mlp"):
+                other = other[:, ::2] if "down" in name else other[::2]
+            torch.testing.assert_close(weight, other)
+    check_least_squares(drafter, target, 1, layer=1)
+
+
+@torch.no_grad()
+def test_a_narrower_mlp_estimates_the_wide_one():
+    target = new_target("llama", num_hidden_layers=4)
+    samples = [rows[:, target.config.hidden_size :] for _, rows in some_features(target, DATA, [2])]
+    wide, narrow = (new(target, num_hidden_layers=1, **size) for size in ({}, {"intermediate_size": 24}))
+    start_falcon(wide, target, DATA)
+    narrow_mlps(narrow, wide, samples)
+    mine, theirs = narrow.layers[0].mlp, wide.layers[0].mlp
+    rows = wide.layers[0].post_attention_layernorm(torch.cat(samples))
+    error = (mine(rows) - theirs(rows)).square().mean()
+    chosen = [place for place, row in enumerate(theirs.up_proj.weight) if (row == mine.up_proj.weight).all(1).any()]
+    assert len(chosen) == 24
+    mine.down_proj.weight.copy_(theirs.down_proj.weight[:, chosen])
+    assert error < (mine(rows) - theirs(rows)).square().mean()
 
 
 def test_a_drafter_with_an_lstm_keeps_its_weights(target):

@@ -14,6 +14,7 @@ from transformers.trainer_utils import SaveStrategy
 
 from ..training.csgd import check_unrolling
 from ..training.distillation import chunk_rows
+from ..training.features import without_kept
 from ..training.token_file import TokenFile
 from ..training.trainer import DraftSamples, FalconTrainingArguments
 from .architectures import ARCHITECTURES
@@ -66,10 +67,11 @@ def describe(
         f"activations of {batch} x {length} tokens": activation_bytes(config, batch, length, passes),
         "a chunk of logits": _CHUNK_BYTES * chunk_rows(vocab_size) * vocab_size,
     }
-    # Features are computed in every epoch, or once for all the data. They need no LM head, and an embedding needs no
-    # products.
+    # Features are computed in every epoch, once for all the data, or not at all. They need no LM head, and an
+    # embedding needs no products.
     body = sum(p.numel() for p in target.base_model.parameters()) - target.get_input_embeddings().weight.numel()
-    reading = 2 * body * (presented if options.features_dir is None else len(data.tokens))
+    read = len(data.tokens) if options.features_dir is not None else presented if without_kept(options.data) else 0
+    reading = 2 * body * read
     work = reading + training_operations(config, args, size, presented, round(presented * (1 - prompts / tokens)))
     kept = checkpoints(steps, steps_per_epoch, args)
     each = 4 * size * (1 if args.save_only_model else 3)

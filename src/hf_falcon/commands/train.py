@@ -13,7 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import DraftModel, FalconDraftModel
-from ..training.features import StoredFeatures, feature_statistics
+from ..training.features import Features, StoredFeatures, feature_statistics, kept_features
 from ..training.final_tau import decoded_tau
 from ..training.plot import TrainingPlot
 from ..training.start import like_last_layer, start_blocks, start_eagle3, start_falcon
@@ -51,15 +51,18 @@ def main(argv: list[str]) -> int:
     data = TokenFile.concatenate(files)
     if options.plan:
         config = _config(options, plan.target_config(options))
-        _check_vocabulary(options, files, config.vocab_size)
+        _check_vocabulary(options.data, files, config.vocab_size)
         print(plan.describe(options, args, config, data, *_split(options, data)))
         return 0
     target, _ = load_target(options.target, options.target_dtype or "auto", str(args.device))
-    _check_vocabulary(options, files, target.config.get_text_config().vocab_size)
-    drafter = _drafter(options, target, data)
-    stored = None
+    _check_vocabulary(options.data, files, target.config.get_text_config().vocab_size)
+    layers = _config(options, target).feature_layers
+    stored: Features | None = None
     if options.features_dir is not None:
-        stored = StoredFeatures(options.features_dir, target, data, drafter.config.feature_layers)
+        stored = StoredFeatures(options.features_dir, target, data, layers)
+    else:
+        stored = kept_features(options.data, files, target, layers)
+    drafter = _drafter(options, target, data, stored)
     samples, held_out = _split(options, data, stored)
     trainer = FalconTrainer(drafter, target, args, samples, held_out, run_arguments=asdict(options))
     plot = TrainingPlot()
@@ -85,7 +88,7 @@ def main(argv: list[str]) -> int:
 
 
 def _split(
-    options: DrafterArguments, data: TokenFile, stored: StoredFeatures | None = None
+    options: DrafterArguments, data: TokenFile, stored: Features | None = None
 ) -> tuple[DraftSamples, DraftSamples | None]:
     """The samples to train on, and the held-out samples."""
     first = len(data) - min(options.eval_samples, len(data) // 10)
@@ -122,8 +125,8 @@ def _log_final_tau(
         )
 
 
-def _check_vocabulary(options: DrafterArguments, files: list[TokenFile], vocab_size: int) -> None:
-    for path, file in zip(options.data, files, strict=True):
+def _check_vocabulary(paths: list[str], files: list[TokenFile], vocab_size: int) -> None:
+    for path, file in zip(paths, files, strict=True):
         file.check_vocabulary(vocab_size, path)
 
 
@@ -162,7 +165,9 @@ def _starts_blocks(options: DrafterArguments, config: PreTrainedConfig) -> bool:
     return type(config) is FalconDraftConfig and config.block_size == 1 < options.block_size
 
 
-def _drafter(options: DrafterArguments, target: PreTrainedModel, data: TokenFile) -> DraftModel:
+def _drafter(
+    options: DrafterArguments, target: PreTrainedModel, data: TokenFile, stored: Features | None
+) -> DraftModel:
     if options.init_from is not None:
         trained: Any = ARCHITECTURES[options.architecture].from_pretrained(options.init_from, dtype=torch.float32)
         if _starts_blocks(options, trained.config):
@@ -173,13 +178,16 @@ def _drafter(options: DrafterArguments, target: PreTrainedModel, data: TokenFile
         config = like_last_layer(config, target)
     drafter: Any = ARCHITECTURES[options.architecture](config)
     if config.draft_vocab_size not in (None, config.vocab_size):
-        token_ids, coverage = frequent_tokens(data, config.vocab_size, config.draft_vocab_size)
+        counted = [TokenFile.load(path) for path in options.vocabulary_data]
+        _check_vocabulary(options.vocabulary_data, counted, config.vocab_size)
+        text = TokenFile.concatenate([data, *counted])
+        token_ids, coverage = frequent_tokens(text, config.vocab_size, config.draft_vocab_size)
         drafter.set_draft_vocabulary(token_ids)
         print(f"draft vocabulary: {len(token_ids):,} of {config.vocab_size:,} tokens, {100 * coverage:.2f} % of text")
     if drafter.predicts_features:
-        drafter.set_feature_statistics(*feature_statistics(target, data))
+        drafter.set_feature_statistics(*feature_statistics(target, data, stored))
         if type(drafter) is FalconDraftModel:
-            start_falcon(drafter, target, data)
+            start_falcon(drafter, target, data, stored)
     else:
         start_eagle3(drafter, target, data)
     return drafter

@@ -37,8 +37,12 @@ class DrafterArguments:
     Args:
         max_length (`int`, *optional*, defaults to 512): longer samples are cut.
         eval_samples (`int`, *optional*, defaults to 64): samples held out, from the end of the data.
+        vocabulary_data (`list[str]`, *optional*): further token files whose responses are counted for the draft
+            vocabulary of a new drafter. Little data has too few of the tokens that the target writes; text of the same
+            kind (`hf-falcon prepare --responses data`) has them.
         features_dir (`str`, *optional*): store the target's features in this folder, about 2 * hidden size bytes a
-            token, instead of computing them in every epoch.
+            token, instead of computing them in every epoch. By default those are read that `hf-falcon prepare
+            --keep_features` kept, if all the token files have them.
         target_dtype (`str`, *optional*): dtype of the target; by default the fastest on this machine.
 
     > Parameters that control the measurements
@@ -75,6 +79,9 @@ class DrafterArguments:
     )
     max_length: int = field(default=512, metadata={"help": "Longer samples are cut."})
     eval_samples: int = field(default=64, metadata={"help": "Samples held out for evaluation."})
+    vocabulary_data: list[str] = field(
+        default_factory=list, metadata={"help": "Further token files that are counted for the draft vocabulary."}
+    )
     features_dir: str | None = field(default=None, metadata={"help": "Store the target's features in this folder."})
     target_dtype: str | None = field(
         default=None, metadata={"help": "Dtype of the target; by default the fastest here."}

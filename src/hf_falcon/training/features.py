@@ -5,14 +5,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm.auto import tqdm
@@ -22,7 +23,10 @@ from ..core.checkpoint_files import weights_fingerprint
 from ..core.target_parts import FeatureTap
 from .token_file import TokenFile
 
+logger = logging.getLogger(__name__)
+
 _SHARD_TOKENS = 65536
+_MANIFEST = "features.json"
 
 
 @torch.no_grad()
@@ -45,71 +49,117 @@ def target_features(target: PreTrainedModel, token_ids: Tensor, valid: Tensor, l
 
 
 def some_features(
-    target: PreTrainedModel, data: TokenFile, layers: Sequence[int] = (), samples: int = 64
+    target: PreTrainedModel,
+    data: TokenFile,
+    layers: Sequence[int] = (),
+    samples: int = 64,
+    stored: Features | None = None,
 ) -> list[tuple[Tensor, Tensor]]:
-    """Tokens and features of samples spread over the data; features as [`target_features`], in float32 on the CPU."""
+    """
+    Tokens and features of samples spread over the data; features as [`target_features`], in float32 on the CPU. They
+    are read from `stored` where it has all the layers. The last position of a sample is left out.
+    """
     found = []
     for index in range(0, len(data), max(1, len(data) // samples)):
         token_ids = data.sample(index)[0]
-        row = token_ids[None].to(target.device)
-        features = target_features(target, row, torch.ones_like(row, dtype=torch.bool), layers)
-        found.append((token_ids, features[0].float().cpu()))
+        if stored is not None and stored.has(layers):
+            features = stored.sample(index, layers)
+        else:
+            row = token_ids[None].to(target.device)
+            features = target_features(target, row, torch.ones_like(row, dtype=torch.bool), layers)[0]
+        # The target never read the last token, if the features were kept as it wrote.
+        found.append((token_ids[:-1], features[:-1].float().cpu()))
     return found
 
 
-def feature_statistics(target: PreTrainedModel, data: TokenFile) -> tuple[Tensor, Tensor]:
+def feature_statistics(
+    target: PreTrainedModel, data: TokenFile, stored: Features | None = None
+) -> tuple[Tensor, Tensor]:
     """Mean and standard deviation of each of the target's features, of shape `(hidden_size,)`, over some samples."""
-    features = torch.cat([features for _, features in some_features(target, data)])
+    features = torch.cat([features for _, features in some_features(target, data, stored=stored)])
     return features.mean(dim=0), features.std(dim=0).clamp_min(1e-4)
 
 
 class StoredFeatures:
     """
-    Features of a token file on disk, as bfloat16 safetensors shards. Each shard is complete or absent.
+    Features of a token file on disk, as bfloat16 safetensors files, which are read sample by sample. Each file is
+    complete or absent: `hf-falcon prepare --keep_features` writes one for each of its batches, this class the rest.
 
     Args:
-        folder (`str` or `Path`): the folder of the shards, which may be empty.
-        target ([`PreTrainedModel`]): the target, which computes missing shards.
+        folder (`str` or `Path`): the folder of the files, which may be empty.
+        target ([`PreTrainedModel`]): the target, which computes what is missing.
         data ([`TokenFile`]): the token file.
-        layers (sequence of `int`, *optional*): the drafter's `feature_layers`.
+        layers (sequence of `int`, *optional*): the drafter's `feature_layers`. The files may have more layers.
 
     Raises:
         `OSError`: if the disk has not enough space.
-        `ValueError`: if the folder holds the features of other tokens or of another target.
+        `ValueError`: if the folder holds the features of other tokens or of another target, or lacks a layer; or if a
+            file is damaged.
     """
 
     def __init__(self, folder: str | Path, target: PreTrainedModel, data: TokenFile, layers: Sequence[int] = ()):
-        self._layers = layers
         self._folder = Path(folder)
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._shards = _plan_shards(data)
-        self._shard_of = {index: s for s, shard in enumerate(self._shards) for index in shard}
-        identity = _identity(target, data, layers)
-        manifest = self._folder / "features.json"
+        self._width = target.config.get_text_config(decoder=True).hidden_size
+        self._wanted = tuple(layers)
+        needed = identity(target, data, layers)
+        manifest = self._folder / _MANIFEST
         if not manifest.exists():
-            manifest.write_text(json.dumps(identity))
-        elif json.loads(manifest.read_text()) != identity:
+            record_features(self._folder, needed)
+        found = json.loads(manifest.read_text())
+        self._layers = tuple(found.get("layers", ()))
+        if not self.has(layers) or {**found, "layers": None} != {**needed, "layers": None}:
             raise ValueError(
-                f"`{folder}` holds features of {manifest.read_text()}, but this run needs {json.dumps(identity)}: "
+                f"`{folder}` holds features of {manifest.read_text()}, but this run needs {json.dumps(needed)}: "
                 "give another folder, or delete this one."
             )
-        missing = [s for s in range(len(self._shards)) if not self._path(s).exists()]
-        self._check_room(missing, data, target.config.get_text_config().hidden_size)
-        for shard in tqdm(missing, desc="features", unit="shard", disable=not missing):
-            self._compute(shard, target, data)
-        self._open = [safe_open(self._path(s), framework="pt") for s in range(len(self._shards))]
+        self._files: dict[int, Any] = {}
+        for path in sorted(self._folder.glob("*.safetensors")):
+            self._add(path, data)
+        missing = [
+            (number, absent)
+            for number, shard in enumerate(_plan_shards(data))
+            if (absent := [index for index in shard if index not in self._files])
+        ]
+        self._check_room([index for _, absent in missing for index in absent], data)
+        for number, absent in tqdm(missing, desc="features", unit="shard", disable=not missing):
+            self._compute(number, absent, target, data)
 
-    def sample(self, index: int) -> Tensor:
-        """Features of sample `index`, of shape `(length, (1 + layers) * hidden_size)`, in bfloat16."""
-        return self._open[self._shard_of[index]].get_tensor(str(index))
+    def has(self, layers: Sequence[int]) -> bool:
+        """Whether the outputs of all these layers are stored."""
+        return set(layers) <= set(self._layers)
 
-    def _path(self, shard: int) -> Path:
-        return self._folder / f"features-{shard:05d}.safetensors"
+    def sample(self, index: int, layers: Sequence[int] | None = None) -> Tensor:
+        """
+        Features of sample `index`, of shape `(length, (1 + layers) * hidden_size)`, in bfloat16; by default with the
+        layers that the drafter reads. The last row may be zero.
+        """
+        rows = self._files[index].get_tensor(str(index))
+        layers = self._wanted if layers is None else tuple(layers)
+        if layers == self._layers:
+            return rows
+        parts = rows.split(self._width, dim=-1)
+        return torch.cat([parts[0], *(parts[1 + self._layers.index(layer)] for layer in layers)], dim=-1)
 
-    def _check_room(self, missing: list[int], data: TokenFile, hidden_size: int) -> None:
-        tokens = sum(len(data.sample(index)[0]) for s in missing for index in self._shards[s])
-        needed, free = 2 * (1 + len(self._layers)) * hidden_size * tokens, shutil.disk_usage(self._folder).free
-        if missing:
+    def _add(self, path: Path, data: TokenFile) -> None:
+        size = (1 + len(self._layers)) * self._width
+        try:
+            file = safe_open(path, framework="pt")
+            for name in file.keys():
+                index = int(name)
+                shape = (int(data.offsets[index + 1] - data.offsets[index]), size)
+                if tuple(file.get_slice(name).get_shape()) != shape:
+                    raise ValueError(f"sample {name} is not of shape {shape}")
+                self._files[index] = file
+        except (SafetensorError, ValueError, IndexError) as error:
+            raise ValueError(
+                f"`{path}` holds no features of these tokens ({error}): delete it, and they are computed again."
+            ) from error
+
+    def _check_room(self, samples: list[int], data: TokenFile) -> None:
+        tokens = sum(len(data.sample(index)[0]) for index in samples)
+        needed, free = 2 * (1 + len(self._layers)) * self._width * tokens, shutil.disk_usage(self._folder).free
+        if samples:
             print(f"features of {tokens:,} tokens: {needed / 1e9:.2f} GB on disk ({free / 1e9:.0f} GB free)")
         if needed > 0.9 * free:
             raise OSError(
@@ -117,21 +167,95 @@ class StoredFeatures:
                 "some space, or leave out `features_dir` to compute features on the fly."
             )
 
-    def _compute(self, shard: int, target: PreTrainedModel, data: TokenFile) -> None:
-        tensors: dict[str, Tensor] = {}
+    def _compute(self, number: int, samples: list[int], target: PreTrainedModel, data: TokenFile) -> None:
+        tensors: dict[int, Tensor] = {}
         # Sorted by length, so that a batch has hardly any padding.
-        order = sorted(self._shards[shard], key=lambda index: len(data.sample(index)[0]))
+        order = sorted(samples, key=lambda index: len(data.sample(index)[0]))
         for start in range(0, len(order), 16):
-            samples = [data.sample(index)[0] for index in order[start : start + 16]]
-            token_ids = torch.nn.utils.rnn.pad_sequence(samples, batch_first=True).to(target.device)
-            lengths = torch.tensor([len(sample) for sample in samples], device=target.device)
+            rows = [data.sample(index)[0] for index in order[start : start + 16]]
+            token_ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True).to(target.device)
+            lengths = torch.tensor([len(row) for row in rows], device=target.device)
             valid = torch.arange(token_ids.shape[1], device=target.device)[None] < lengths[:, None]
             features = target_features(target, token_ids, valid, self._layers).to("cpu", torch.bfloat16)
             for index, row, length in zip(order[start : start + 16], features, lengths.tolist(), strict=True):
-                tensors[str(index)] = row[:length].clone()
-        temporary = self._path(shard).with_suffix(".tmp")
-        save_file(tensors, temporary)
-        os.replace(temporary, self._path(shard))
+                tensors[index] = row[:length].clone()
+        path = self._folder / f"features-{number:05d}.safetensors"
+        save_features(path, tensors)
+        self._add(path, data)
+
+
+class JoinedFeatures:
+    """
+    The stored features of several token files, as of one. See [`StoredFeatures`] for the methods.
+
+    Args:
+        parts (sequence of pairs of [`StoredFeatures`] and `int`): of each file its features and number of samples.
+    """
+
+    def __init__(self, parts: Sequence[tuple[StoredFeatures, int]]):
+        self._parts = [part for part, _ in parts]
+        self._places = [(part, index) for part, count in parts for index in range(count)]
+
+    def has(self, layers: Sequence[int]) -> bool:
+        return all(part.has(layers) for part in self._parts)
+
+    def sample(self, index: int, layers: Sequence[int] | None = None) -> Tensor:
+        part, place = self._places[index]
+        return part.sample(place, layers)
+
+
+Features: TypeAlias = StoredFeatures | JoinedFeatures
+
+
+def kept_folder(token_file: str | Path) -> Path:
+    """The folder of the features that `hf-falcon prepare --keep_features` keeps beside a token file."""
+    return Path(f"{token_file}.features")
+
+
+def kept_file(token_file: str | Path, batch: int) -> Path:
+    """The file of the features of a batch."""
+    return kept_folder(token_file) / f"batch-{batch:05d}.safetensors"
+
+
+def without_kept(paths: Sequence[str]) -> list[str]:
+    """The token files that have no kept features."""
+    return [path for path in paths if not (kept_folder(path) / _MANIFEST).exists()]
+
+
+def kept_features(
+    paths: Sequence[str], files: Sequence[TokenFile], target: PreTrainedModel, layers: Sequence[int] = ()
+) -> JoinedFeatures | None:
+    """
+    The features that were kept beside token files; `None` if a file has none.
+
+    Args:
+        paths (sequence of `str`), files (sequence of [`TokenFile`]): the token files.
+        target ([`PreTrainedModel`]), layers (sequence of `int`, *optional*): see [`StoredFeatures`].
+
+    Raises:
+        As [`StoredFeatures`].
+    """
+    if lacking := without_kept(paths):
+        if len(lacking) < len(paths):
+            logger.warning(
+                f"Not all token files have kept features ({', '.join(lacking)} has none), so all features are "
+                "computed: make it again with `hf-falcon prepare --keep_features`, or give `features_dir`."
+            )
+        return None
+    stored = [StoredFeatures(kept_folder(path), target, file, layers) for path, file in zip(paths, files, strict=True)]
+    return JoinedFeatures([(each, len(file)) for each, file in zip(stored, files, strict=True)])
+
+
+def save_features(path: Path, samples: dict[int, Tensor]) -> None:
+    """Writes the features of samples, by their index in the token file; the file is complete or absent."""
+    temporary = path.with_suffix(".tmp")
+    save_file({str(index): rows.contiguous() for index, rows in samples.items()}, temporary)
+    os.replace(temporary, path)
+
+
+def record_features(folder: Path, found: dict[str, Any]) -> None:
+    """Writes what a folder's features are of ([`identity`])."""
+    (folder / _MANIFEST).write_text(json.dumps(found))
 
 
 def _plan_shards(data: TokenFile) -> list[list[int]]:
@@ -147,7 +271,8 @@ def _plan_shards(data: TokenFile) -> list[list[int]]:
     return shards
 
 
-def _identity(target: PreTrainedModel, data: TokenFile, layers: Sequence[int]) -> dict[str, Any]:
+def identity(target: PreTrainedModel, data: TokenFile, layers: Sequence[int]) -> dict[str, Any]:
+    """What features are of, as JSON values."""
     digest = hashlib.sha256(data.tokens.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-    identity = {"target": str(weights_fingerprint(target)), "tokens": digest, "samples": len(data)}
-    return {**identity, "layers": list(layers)} if layers else identity
+    found = {"target": str(weights_fingerprint(target)), "tokens": digest, "samples": len(data)}
+    return {**found, "layers": list(layers)} if layers else found

@@ -14,6 +14,7 @@ import shutil
 from array import array
 from collections import Counter
 from collections.abc import Generator, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +29,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
 from ..core.checkpoint_files import weights_fingerprint
 from ..core.hook import takes_static_cache
+from ..core.target_parts import FeatureTap
 from .dialogues import Message, read_dialogues
+from .features import identity, kept_file, kept_folder, record_features, save_features
 from .json_text import parse_json, short
 from .token_file import TokenFile, chat_template_sha256, write_atomically
 
@@ -39,6 +42,8 @@ _TOKENIZED_AT_ONCE = 256
 _CHARACTERS_AT_ONCE = 1 << 20
 _ROLES = ("user", "assistant")
 _UNRECORDED = -1.0
+# In the folder of kept features.
+_KEPT_PLAN = "plan.json"
 # Later turns that are shorter (in characters) or begin like this mean little without the turns before them.
 _SHORTEST_LATER_TURN = 40
 # The word ends there: "Next.js" and "more-or-less" are words of their own.
@@ -102,6 +107,12 @@ class PrepareArguments:
             Prompts that the target responds to at once. Lower it where memory is short.
         seed (`int`, *optional*, defaults to 0):
             Seed of the order of the batches and of every sampled token.
+        keep_features (`bool`, *optional*, defaults to `False`):
+            Keep the features that the target computes while it responds, in the folder `<output>.features`. `hf-falcon
+            train` then runs no forward of the target. They take 2 * hidden size bytes a token, prompts included.
+        feature_layers (`list[int]`, *optional*, defaults to `[]`):
+            Keep the outputs of these layers of the target, too: those that the drafter will read, and the one below
+            the layers that a new drafter copies. Each takes as much space again.
 
         > Parameters that control the output
 
@@ -144,6 +155,12 @@ class PrepareArguments:
     max_new_tokens: int = field(default=256, metadata={"help": "Longest response in tokens."})
     batch_size: int = field(default=96, metadata={"help": "Prompts that the target responds to at once."})
     seed: int = field(default=0, metadata={"help": "Seed of batch order and sampled tokens."})
+    keep_features: bool = field(
+        default=False, metadata={"help": "Keep the features that the target computes, for the training."}
+    )
+    feature_layers: list[int] = field(
+        default_factory=list, metadata={"help": "Layers of the target whose outputs are kept, too."}
+    )
 
     def __post_init__(self) -> None:
         for name in ("max_prompt_tokens", "max_new_tokens", "batch_size", "limit"):
@@ -154,6 +171,13 @@ class PrepareArguments:
             raise ValueError(f"`turns` is {self.turns!r}: it must be 'first' or 'all'.")
         if self.responses not in ("target", "data"):
             raise ValueError(f"`responses` is {self.responses!r}: it must be 'target' or 'data'.")
+        if self.keep_features and self.responses == "data":
+            raise ValueError(
+                "`keep_features` is True and `responses` is 'data': the target computes no features then, leave out "
+                "one of them."
+            )
+        if self.feature_layers and not self.keep_features:
+            raise ValueError(f"`feature_layers` is {self.feature_layers}: it needs `keep_features`.")
         if not self.temperatures or not all(0 <= value < float("inf") for value in self.temperatures):
             raise ValueError(f"`temperatures` is {self.temperatures}: give one or more numbers >= 0 (0 is greedy).")
 
@@ -206,6 +230,10 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
         if state.is_main_process:
             shutil.rmtree(parts, ignore_errors=True)
         _warn(f"{output} is complete already.")
+        if arguments.keep_features and not kept_folder(output).exists():
+            _warn(f"It was made without `keep_features`: `hf-falcon train` will compute them, or delete {output}.")
+        elif arguments.keep_features:
+            _open_features(kept_folder(output), plan, arguments.feature_layers)
         return TokenFile.load(output)
 
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -214,6 +242,8 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
     if selection.responses is None:
         with state.main_process_first():
             _open_parts(parts, plan)
+            if arguments.keep_features:
+                _open_features(kept_folder(output), plan, arguments.feature_layers)
         # No process may finish, and remove the parts, before all processes have found them.
         state.wait_for_everyone()
         _generate_parts(arguments, model, tokenizer, selection.prompts, batches, parts, vocab_size)
@@ -230,7 +260,10 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
             "transformers_version": transformers.__version__,
             "torch_version": str(torch.__version__),
         }
-        _assemble(selection, batches, parts, vocab_size, metadata).save(output)
+        file = _assemble(selection, batches, parts, vocab_size, metadata)
+        if arguments.keep_features:
+            record_features(kept_folder(output), identity(model, file, arguments.feature_layers))
+        file.save(output)
         shutil.rmtree(parts, ignore_errors=True)
     state.wait_for_everyone()
     return TokenFile.load(output)
@@ -480,6 +513,16 @@ def _open_parts(parts: Path, plan: dict[str, Any]) -> None:
         write_atomically(plan_file, json.dumps(plan, indent=2, sort_keys=True).encode())
 
 
+def _open_features(folder: Path, plan: dict[str, Any], layers: list[int]) -> None:
+    """Refuses kept features of another plan, which a part that is missing would not show."""
+    made_by = {**plan, "feature_layers": layers}
+    if (folder / _KEPT_PLAN).exists():
+        _refuse_other_plan(folder, json.loads((folder / _KEPT_PLAN).read_text()), made_by)
+    else:
+        folder.mkdir(exist_ok=True)
+        write_atomically(folder / _KEPT_PLAN, json.dumps(made_by, indent=2, sort_keys=True).encode())
+
+
 def _part(parts: Path, index: int) -> Path:
     return parts / f"batch-{index:05d}.safetensors"
 
@@ -510,14 +553,14 @@ def _generate_parts(
         len(batches) * rank // state.num_processes for rank in (state.process_index, state.process_index + 1)
     )
     share = range(begin, end)
-    done = sum(len(batches[index]) for index in share if _part(parts, index).exists())
+    done = sum(len(batches[index]) for index in share if _is_done(arguments, parts, index))
     total = sum(len(batches[index]) for index in share)
     new_tokens = 0
     with tqdm(
         total=total, initial=done, desc="generating", unit=" prompts", disable=not state.is_main_process
     ) as progress:
         for index in share:
-            if _part(parts, index).exists():
+            if _is_done(arguments, parts, index):
                 continue
             if state.num_processes > 1 and os.getppid() != _PARENT:
                 # A process without its launcher would disturb the run that resumes this one.
@@ -526,7 +569,13 @@ def _generate_parts(
             temperature = arguments.temperatures[index % len(arguments.temperatures)]
             seed = random.Random(f"batch {arguments.seed} {index}").getrandbits(32)
             batch_prompts = [prompts[i] for i in batch]
-            responses = _respond(model, tokenizer, batch_prompts, temperature, arguments.max_new_tokens, seed)
+            with FeatureTap(model, arguments.feature_layers) if arguments.keep_features else nullcontext() as tap:
+                responses = _respond(model, tokenizer, batch_prompts, temperature, arguments.max_new_tokens, seed)
+            if tap is not None:
+                rows = _features_of(tap.take(), batch_prompts, responses)
+                # Before the part, which says that the batch is done.
+                save_features(kept_file(arguments.output, index), dict(zip(batch, rows, strict=True)))
+                del rows
             TokenFile.from_samples(
                 [torch.cat([torch.tensor(p), r]) for p, r in zip(batch_prompts, responses, strict=True)],
                 [len(prompt) for prompt in batch_prompts],
@@ -538,6 +587,33 @@ def _generate_parts(
                 rate = new_tokens / progress.format_dict["elapsed"]
                 progress.set_postfix_str(f"{rate:.0f} tokens/s", refresh=False)
             progress.update(len(batch))
+
+
+def _is_done(arguments: PrepareArguments, parts: Path, index: int) -> bool:
+    """Whether a batch is on disk. The same command without `keep_features` may have written its part."""
+    return _part(parts, index).exists() and (
+        not arguments.keep_features or kept_file(arguments.output, index).exists()
+    )
+
+
+def _features_of(
+    features: torch.Tensor, prompts: list[array[int]], responses: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """
+    The features of each sample, without padding.
+
+    Args:
+        features (`torch.Tensor` of shape `(batch, positions, size)`): of left-padded prompts and what followed.
+
+    Returns:
+        `list` of `torch.Tensor` of shape `(length, size)`. The last row, of a token that the target has written but
+        not read, is zero: no prediction needs it.
+    """
+    width, rows = max(len(prompt) for prompt in prompts), []
+    for row, prompt, response in zip(features, prompts, responses, strict=True):
+        read = row[width - len(prompt) : width + len(response) - 1]
+        rows.append(torch.cat((read, read.new_zeros(1, read.shape[1]))).to("cpu", torch.bfloat16))
+    return rows
 
 
 def _respond(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from ..core.drafter import FalconDraftModel
 from ..core.modeling_falcon_draft import additive_mask, relaxed_causal_mask
 from ..core.target_parts import decoder_of
 from ..drafters.eagle3 import Eagle3DraftModel
-from .features import some_features
+from .features import Features, some_features
 from .token_file import TokenFile
 
 # Ridge of the least squares, as a share of the mean square of a hidden state.
@@ -44,8 +45,8 @@ _SHARE_OF_SCALE = 0.3
 
 def like_last_layer(config: FalconDraftConfig, target: PreTrainedModel) -> FalconDraftConfig:
     """
-    The configuration of a new drafter, changed so that its layers can be copies of the target's last ones: with their
-    biases, norms and activation. `config` itself, if they would still have other weights.
+    The configuration of a new drafter, changed so that its layers can be copies of the target's last ones, but for the
+    width of the MLP: with their biases, norms and activation. `config` itself, if they would still have other weights.
     """
     found = _last_layers(target, 1)
     if not found:
@@ -60,29 +61,43 @@ def like_last_layer(config: FalconDraftConfig, target: PreTrainedModel) -> Falco
     if isinstance(activation, str) and activation in ACT2FN:
         changed.hidden_act = activation
     with torch.device("meta"):
-        drafter = FalconDraftModel(changed)
+        drafter = FalconDraftModel(_as_wide(changed, target))
     return changed if _same_shapes(drafter.layers[0], found[0]) else config
 
 
+def _as_wide(config: FalconDraftConfig, target: PreTrainedModel) -> FalconDraftConfig:
+    """The configuration, with MLPs as wide as the target's if its own are narrower."""
+    wide = copy.deepcopy(config)
+    width = getattr(target.config.get_text_config(decoder=True), "intermediate_size", None)
+    if isinstance(width, int):
+        wide.intermediate_size = max(width, config.intermediate_size)
+    return wide
+
+
 @torch.no_grad()
-def start_falcon(drafter: FalconDraftModel, target: PreTrainedModel, data: TokenFile) -> None:
+def start_falcon(
+    drafter: FalconDraftModel, target: PreTrainedModel, data: TokenFile, stored: Features | None = None
+) -> None:
     """
     Gives a new drafter without an LSTM weights of the target. Its decoder layers and its norm are copies of the
-    target's last ones, where these compute the same in the drafter. The linear fusion is the least-squares map from a
-    feature and the next token to what the layers read: in the target, the hidden states of the position to predict.
+    target's last ones, where these compute the same in the drafter. A narrower MLP keeps the inner units that
+    contribute most to the target's ([`narrow_mlps`]). The linear fusion is the least-squares map from a feature and
+    the next token to what the layers read: in the target, the hidden states of the position to predict.
     Layers that cannot be copied stay random, and the fusion then estimates the predicted feature itself.
 
     Args:
         drafter ([`FalconDraftModel`]): the drafter, with the statistics of the target's features.
         target ([`PreTrainedModel`]): its target.
         data ([`TokenFile`]): the training data.
+        stored ([`StoredFeatures`] or [`JoinedFeatures`], *optional*):
+            Its features. The target runs only if these lack the layer below the copied ones.
     """
     if drafter.fusion.lstm is not None:
         return
     width, ahead = drafter.config.hidden_size, drafter.config.block_size
     before = target.config.get_text_config(decoder=True).num_hidden_layers - len(drafter.layers) - 1
-    samples = some_features(target, data, [before] if before >= 0 else [], _FALCON_SAMPLES)
-    copied = before >= 0 and _copy_last_layers(drafter, target, samples[0][1])
+    samples = some_features(target, data, [before] if before >= 0 else [], _FALCON_SAMPLES, stored)
+    copied = before >= 0 and _start_layers(drafter, target, [rows for _, rows in samples])
     embedding = target.get_input_embeddings()
     pairs = []
     for token_ids, rows in samples:
@@ -146,6 +161,69 @@ def start_blocks(
         started.conditioning.down_proj.weight.zero_()
     started.generation_config = copy.deepcopy(drafter.generation_config)
     return started
+
+
+def _start_layers(drafter: FalconDraftModel, target: PreTrainedModel, samples: list[Tensor]) -> bool:
+    """
+    Copies the target's last layers, through a drafter with MLPs as wide as the target's if these are narrower.
+
+    Args:
+        samples (list of `torch.Tensor` of shape `(length, 2 * hidden_size)`): as of [`_copy_last_layers`].
+
+    Returns:
+        `bool`: whether the layers were copied.
+    """
+    config = _as_wide(drafter.config, target)
+    if config.intermediate_size == drafter.config.intermediate_size:
+        return _copy_last_layers(drafter, target, samples[0])
+    wide = FalconDraftModel(config)
+    wide.set_feature_statistics(drafter.feature_mean, drafter.feature_std)
+    if not _copy_last_layers(wide, target, samples[0]):
+        return False
+    narrow_mlps(drafter, wide, [rows[:, drafter.config.hidden_size :] for rows in samples])
+    return True
+
+
+def narrow_mlps(drafter: FalconDraftModel, wide: FalconDraftModel, samples: list[Tensor]) -> None:
+    """
+    Gives a drafter the layers of another one with wider MLPs. Of the inner units of an MLP those are kept whose
+    contributions to its output have the largest mean squares; the output is the least-squares estimate of the wide
+    one's from these.
+
+    Args:
+        drafter, wide ([`FalconDraftModel`]): the drafter, and the other one, which has its norm and anchor, too.
+        samples (list of `torch.Tensor` of shape `(length, hidden_size)`): what the layers read.
+    """
+    layers: list[Any] = list(wide.layers)
+    inner: list[list[Tensor]] = [[] for _ in layers]
+    handles = [
+        layer.mlp.down_proj.register_forward_pre_hook(
+            lambda module, inputs, found=found: found.append(inputs[0].flatten(0, -2))
+        )
+        for layer, found in zip(layers, inner, strict=True)
+    ]
+    for rows in samples:
+        places = torch.arange(len(rows))[None]
+        wide.run_layers(rows[None], places, places, additive_mask(relaxed_causal_mask(places), rows.dtype))
+    for handle in handles:
+        handle.remove()
+    for mine, theirs, found in zip(drafter.layers, layers, inner, strict=True):
+        # Without the position of extreme hidden states, see `start_falcon`.
+        down = theirs.mlp.down_proj.weight
+        shares = sum((each[1:].square().sum(dim=0) for each in found), down.new_zeros(())) * down.square().sum(dim=0)
+        kept = shares.topk(drafter.config.intermediate_size).indices.sort().values
+        weights = theirs.state_dict()
+        for name in ("gate_proj", "up_proj"):
+            weights[f"mlp.{name}.weight"] = weights[f"mlp.{name}.weight"][kept]
+        # What is left to fit is the output of the other units: little data then leaves the copied weights.
+        others = (each[1:] @ down.T - each[1:, kept] @ down[:, kept].T for each in found)
+        correction = _least_squares(((each[1:, kept], rest) for each, rest in zip(found, others)), _FALCON_RIDGE)
+        weights["mlp.down_proj.weight"] = down[:, kept] + correction.T
+        mine.load_state_dict(weights)
+    drafter.norm.load_state_dict(wide.norm.state_dict())
+    drafter.feature_mean.copy_(wide.feature_mean)
+    if drafter.anchor is not None:
+        drafter.anchor.weight.zero_()
 
 
 def _copy_last_layers(drafter: FalconDraftModel, target: PreTrainedModel, rows: Tensor) -> bool:

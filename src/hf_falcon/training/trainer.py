@@ -46,7 +46,7 @@ from .csgd import (
 )
 from .distillation import DIVERGENCES
 from .estimated_tau import TOP, estimated_tau_chain, estimated_tau_tree
-from .features import StoredFeatures, target_features
+from .features import Features, target_features
 from .muon import MuonWithAdamW
 from .provenance import PROVENANCE_NAME, provenance
 from .token_file import TokenFile
@@ -180,7 +180,7 @@ class FalconTrainingArguments(TrainingArguments):
 class DraftSamples(Dataset):
     """Samples of a token file, cut to `max_length` tokens, with their features if these are stored."""
 
-    def __init__(self, data: TokenFile, indices: list[int], max_length: int, stored: StoredFeatures | None = None):
+    def __init__(self, data: TokenFile, indices: list[int], max_length: int, stored: Features | None = None):
         self.data, self._stored, self._max_length = data, stored, max_length
         # A prompt that fills the sample leaves no response to train on.
         self._indices = [i for i in indices if int(data.prompt_lengths[i]) < max_length - 1]
