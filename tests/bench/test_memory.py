@@ -19,12 +19,12 @@ def test_drafter_memory(draft_vocab_size):
     drafter.generation_config.draft_tree = "static"
     found = drafter_bytes(drafter, target, 300)
     weights = sum(parameter.nbytes for parameter in drafter.parameters())
-    # Two layers of keys and values, in buffers of half as many slots more than the context had tokens when they grew.
-    cache = 2 * 2 * (299 + 149) * 16 * 4
+    # Two layers of keys and values, in buffers with 128 spare slots.
+    cache = 2 * 2 * (299 + 128) * 16 * 4
     head = 0 if draft_vocab_size is None else 30 * 32 * 4
     # Means and deviations, ids, the tree, and the newest features.
     assert weights + cache + head < found < weights + cache + head + 6000
-    assert drafter_bytes(drafter, target, 599) - found == cache + 2 * 2 * 16 * 4
+    assert drafter_bytes(drafter, target, 599) - found == 2 * 2 * 299 * 16 * 4
     assert weight_bytes(target) == sum(p.nbytes for p in target.parameters())
 
 
@@ -35,11 +35,11 @@ def test_memory_of_an_eagle3_drafter(has_embedding):
     drafter = new_eagle3(target, has_embedding=has_embedding, draft_vocab_size=40)
     drafter.generation_config.draft_tree = "static"
     found = drafter_bytes(drafter, target, 300)
-    cache = 2 * (299 + 149) * 16 * 4
+    cache = 2 * (299 + 128) * 16 * 4
     weights = weight_bytes(drafter)
     # The tables of the vocabulary, the tree, and the newest features.
     assert weights + cache < found < weights + cache + 6000
-    assert drafter_bytes(drafter, target, 599) - found == cache + 2 * 16 * 4
+    assert drafter_bytes(drafter, target, 599) - found == 2 * 299 * 16 * 4
 
 
 def test_memory_of_a_drafter_whose_file_names_no_layers():
