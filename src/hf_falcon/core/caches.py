@@ -104,7 +104,7 @@ class SlotBuffer:
                 block[:, rows, :, targets] = block[:, rows, :, sources]
 
     def _split(self) -> None:
-        self.parts = tuple(part for block in self.blocks for part in block.unbind(0))
+        self.parts = tuple(block[place] for block in self.blocks for place in range(block.shape[0]))
 
 
 class DraftCache:
