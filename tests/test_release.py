@@ -66,7 +66,7 @@ def test_the_core_is_all_that_an_import_brings_and_nothing_warns(tmp_path):
     others = {"hf_falcon", "hf_falcon.core", "hf_falcon.cpu", "transformers.generation.streamers"}
     # `AutoDrafter` without any network, and the checks of files.
     others |= {"hf_falcon.drafters", "hf_falcon.drafters.auto", "hf_falcon.drafters.checkpoints"}
-    others |= {"hf_falcon.drafters.files", "hf_falcon.drafters.falcon_files"}
+    others |= {"hf_falcon.drafters.files", "hf_falcon.drafters.falcon_files", "hf_falcon.sampling"}
     assert {"hf_falcon", "hf_falcon.core.hook"} <= set(brought) <= names | others
 
 

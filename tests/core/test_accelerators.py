@@ -259,16 +259,17 @@ def launches_of_a_round(layers, rows=1, block_size=1, **tree) -> int:
 
 
 def test_launches_of_a_round():
-    """At most a quarter of a plain step's, for a target of 30 layers such as SmolLM2."""
+    """At most 0.3 of a plain step's, for a target of 30 layers such as SmolLM2; a kept branch moves in each layer."""
     target = simulated_device.move(new_target("llama", num_hidden_layers=30))
     plain = [launches for _, launches in rounds(target, None, prompt(9), max_new_tokens=7)]
     for block_size in (1, 2):
-        assert launches_of_a_round(2, block_size=block_size) <= 0.25 * min(plain)
+        assert launches_of_a_round(30, block_size=block_size) <= 0.3 * min(plain)
 
 
 @pytest.mark.parametrize("rows", [1, 2])
-def test_launches_do_not_grow_with_the_targets_layers(rows):
-    assert launches_of_a_round(2, rows) == pytest.approx(launches_of_a_round(9, rows), abs=10)
+def test_launches_hardly_grow_with_the_targets_layers(rows):
+    """A branch that is kept moves in each layer by itself, so that no two layers are ever held twice."""
+    assert launches_of_a_round(9, rows) - launches_of_a_round(2, rows) <= 5 * 7 + 10
 
 
 def test_launches_grow_with_passes_and_not_with_nodes():

@@ -7,6 +7,7 @@ from tiny_models import TARGETS, prompt, tiny_drafter, tiny_target
 
 from hf_falcon.core import costs
 from hf_falcon.core.costs import CostKey, Costs
+from hf_falcon.core.probe import verdict_of_prompt
 
 
 def timed(prior, *rounds, sizes=(), plain=1.0) -> Costs:
@@ -157,10 +158,11 @@ def test_what_tune_measured_is_the_prior(tmp_path, monkeypatch):
 
 
 def test_nothing_runs_and_nothing_is_written(tmp_path, monkeypatch):
-    """The first call has the forwards of its rounds, and no others."""
+    """A call after the probe has the forwards of its rounds, and no others."""
     monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
     target, forwards = TARGETS["llama"](), []
     drafter = tiny_drafter(target, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=6)
+    verdict_of_prompt(target, prompt(5))
     target.register_forward_pre_hook(lambda *_: forwards.append(1))
     options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
     found = target.generate(prompt(5), assistant_model=drafter, **options)

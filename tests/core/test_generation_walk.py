@@ -545,8 +545,12 @@ def test_embeddings_are_drafted_from_like_tokens(monkeypatch):
         drafted[-1].append(trees[0].token_ids.tolist())
         return score(self, trees, texts)
 
+    calls = ({}, {"inputs": None, "inputs_embeds": _embeds()})
+    for settings in calls:
+        # The probe scores trees, too: once.
+        _generate(target, settings, assistant_model=tiny_drafter(target))
     monkeypatch.setattr(TargetRun, "score", record)
-    for settings in ({}, {"inputs": None, "inputs_embeds": _embeds()}):
+    for settings in calls:
         drafted.append([])
         _generate(target, settings, assistant_model=tiny_drafter(target))
     assert drafted[0] == drafted[1]

@@ -129,9 +129,7 @@ def test_captured_rounds_equal_plain_decoding(name, do_sample, captures):
 
 def test_a_text_longer_than_the_slots(captures, monkeypatch):
     """Buffers grow where the text does; the code stays the same."""
-    monkeypatch.setattr("hf_falcon.core.target_run.STATIC_SLOTS", 16)
-    monkeypatch.setattr("hf_falcon.core.target_run._TREE_SLOTS", -16)
-    monkeypatch.setattr("hf_falcon.core.draft_session.STATIC_SLOTS", 16)
+    monkeypatch.setattr("hf_falcon.core.caches.STATIC_SLOTS", 16)
     backend, target = CapturingBackend(), copy.deepcopy(tiny_target("llama"))
     drafter, tokens = drafter_of(target), prompt(9)
     with hf_falcon.compiled_rounds(target, SIZES, compiled_by(backend), drafter=drafter):

@@ -94,11 +94,14 @@ class SlotBuffer:
         self._split()
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
-        """Copies the states of each row from the slots `sources` to `targets`, of shape `(rows, count)`."""
+        """
+        Copies the states of each row from the slots `sources` to `targets`, of shape `(rows, count)`, or `(count,)`
+        for a single row.
+        """
         for block in self.blocks:
             # Gathered first, then written: sources and targets overlap.
-            if block.shape[1] == 1:
-                block.index_copy_(3, targets[0], block.index_select(3, sources[0]))
+            if sources.dim() == 1:
+                block.index_copy_(3, targets, block.index_select(3, sources))
             else:
                 rows = torch.arange(block.shape[1], device=block.device)[:, None]
                 block[:, rows, :, targets] = block[:, rows, :, sources]

@@ -215,7 +215,8 @@ def decode(
         run.accept([path for path, _ in outcomes])
         for row in unfinished:
             tree, (path, accepted) = trees[row.place], outcomes[row.place]
-            found = features[row.place : row.place + 1, to_device(path, features.device)]
+            found = features if len(cached) == 1 else features[row.place : row.place + 1]
+            found = found[:, to_device(path, features.device)]
             row.generator.update(tree, path, accepted, found, row.sequence.token_ids, watch, nodes)
             statistics.add_round(len(tree) - 1, accepted)
         batch.stream()

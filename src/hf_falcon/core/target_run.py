@@ -205,7 +205,9 @@ class TargetRun:
                 sources[row, : counts[row]] = path
             starts = torch.tensor(self._slots.lengths, device="cpu")[:, None]
             moves = torch.stack((sources, targets)) + starts
-            on_devices = {device: to_device(moves, device) for device in {layer.device for layer in self._layers}}
+            moves = moves[:, 0] if len(paths) == 1 else moves
+            devices = {layer.device for layer in self._layers}
+            on_devices = {device: to_device(moves, device).unbind(0) for device in devices}
             for layer in self._layers:
                 layer.move(*on_devices[layer.device])
         self._slots.advance(counts)
