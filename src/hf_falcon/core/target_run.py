@@ -347,7 +347,7 @@ def _prompt_features(features: Tensor, input_ids: Tensor, mask: Tensor | None, l
     found = []
     for row, count in enumerate(padding):
         # A row of padding alone keeps its last token.
-        unread = min(max(0, count - (tokens - positions)), positions - 1)
+        unread = min(max(0, count - max(0, tokens - positions)), positions - 1)
         first_position = max(0, length - (positions - unread) - count)
         found.append(PromptFeatures(features[row : row + 1, unread:], first_position, count))
     return found
