@@ -379,7 +379,9 @@ def test_assisted(field, row, way, monkeypatch, warnings_given):
     check_output(output, expected)
     assert warnings_given() == []
     assert len(made) == 1
-    if way == "dict" and output.draft_statistics.new_tokens > 4:
+    # With a schedule the machine's speed decides whether anything is drafted.
+    is_constant = _settings(row).get("num_assistant_tokens_schedule", "constant") == "constant"
+    if way == "dict" and is_constant and output.draft_statistics.new_tokens > 4:
         assert output.draft_statistics.accepted_tokens > 0
 
 
