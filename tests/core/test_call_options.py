@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """The hook passes the drafting options of a `generate` call on, and takes a drafter by its name."""
 
+import gc
 import threading
 import weakref
 
@@ -216,20 +217,24 @@ def test_drafter_by_name(kind, folder, monkeypatch):
 
 def test_drafter_by_name_gets_dtype_and_device_of_the_target_and_is_freed_with_it(folder, monkeypatch):
     target = LlamaForCausalLM(tiny_target("llama").config).eval().to(torch.bfloat16)
-    found = []
+    found, drafters = [], weakref.WeakSet()
 
     def assisted_decoding(self, target, input_ids, **kwargs):
         found.append((self.dtype, self.device, self.training, self.norm.weight.is_inference()))
+        drafters.add(self)
         return input_ids
 
     monkeypatch.setattr(FalconDraftModel, "assisted_decoding", assisted_decoding)
     with torch.inference_mode():
-        generate(target, assistant_model=str(folder))
-    assert found == [(torch.bfloat16, target.device, False, False)]
-    assert target in hook._loaded
+        for _ in range(2):
+            generate(target, assistant_model=str(folder))
+    assert found == [(torch.bfloat16, target.device, False, False)] * 2
+    assert len(drafters) == 1
     reference = weakref.ref(target)
     del target
+    gc.collect()
     assert reference() is None
+    assert not drafters
 
 
 def test_names_of_other_assistants_are_left_to_transformers(tmp_path):
