@@ -18,7 +18,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from hf_falcon.core.verification import StepNoise, TokenSequence
+from hf_falcon.batches import StepNoise
+from hf_falcon.core.verification import TokenSequence
 
 LENGTHS = (5, 11, 1, 8)
 NEW_TOKENS = 30

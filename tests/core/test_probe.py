@@ -14,10 +14,11 @@ from torch.distributed.tensor import DeviceMesh, distribute_tensor
 from transformers import DynamicCache, MixtralConfig, MixtralForCausalLM
 
 import hf_falcon
+from hf_falcon.checkpoint_files import weights_fingerprint
 from hf_falcon.core import probe
-from hf_falcon.core.checkpoint_files import weights_fingerprint
-from hf_falcon.core.probe import CHAINS, PLAIN, TREES, verdict_of_prompt
+from hf_falcon.core.probe import CHAINS, PLAIN, TREES
 from hf_falcon.core.target_parts import depth_boundaries, depth_left
+from hf_falcon.verdicts import verdict_of_prompt
 
 
 def generate(target, ids, **kwargs):
