@@ -59,11 +59,13 @@ class FeatureTap:
     Args:
         model ([`PreTrainedModel`]): the target.
         layers (sequence of `int`, *optional*):
-            Layers whose outputs are appended to the features, in this order; -1 is the input of the first layer.
+            Layers whose outputs are appended to the features, in this order; -1 is the input of the first layer. With
+            `None` nothing is kept: the features of each position are empty.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int] = ()):
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int] | None = ()):
         self._decoder = decoder_of(model)
+        self._is_off, layers = layers is None, layers or ()
         self._layers = _wanted_layers(model, [max(layer, 0) for layer in layers])
         # Whether the layer's input is collected, and not its output.
         self._takes_input = [layer < 0 for layer in layers]
@@ -106,7 +108,10 @@ class FeatureTap:
         if threading.get_ident() == self._thread:
             features = output[0] if isinstance(output, tuple) else output.last_hidden_state
             outputs, self._outputs = self._outputs, {}
-            if outputs:
+            if self._is_off:
+                # A view would keep the states.
+                features = features.new_empty(*features.shape[:-1], 0)
+            elif outputs:
                 parts = [outputs[place].to(features.device) for place in range(len(self._layers))]
                 features = torch.cat([features, *parts], dim=-1)
             self._collected.append(features)
