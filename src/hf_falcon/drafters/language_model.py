@@ -7,22 +7,32 @@ A smaller language model as the drafter (speculative sampling, arXiv 2302.01318;
 from __future__ import annotations
 
 import copy
+import inspect
 import os
+import weakref
 from dataclasses import fields
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
 from ..core.hook import is_drafter, keep_custom_fields
 from ..core.interfaces import DraftedBlocks, DrafterAcceleration
 from ..core.probe import TREES
+from ..core.target_parts import CACHE_NAMES
 from ..core.tree import to_device
 from .files import LOADING
 from .language_model_runs import LanguageModelRun, run_of, way_of
+from .vocabularies import Vocabulary, vocab_size, vocabulary_of
 
 
 class CausalLMDraftConfig(PreTrainedConfig):
@@ -58,21 +68,31 @@ class CausalLMHead:
     linear: nn.Linear | None = None
 
     def __init__(self, drafter: CausalLMDrafter, target: PreTrainedModel):
-        drafter.check_target(target)
-        size = _vocab_size(target)
-        # A model may have more rows than its tokenizer has tokens, and each has its own number of them.
-        self.draft_vocab_size = min(size, drafter.config.vocab_size)
+        self.vocabulary = vocabulary = drafter.vocabulary_of(target)
+        self.draft_vocab_size = vocabulary.size
         self.vocab_ids: Tensor | None = None
-        if self.draft_vocab_size < size:
-            self.vocab_ids = torch.arange(self.draft_vocab_size, device=drafter.device)
+        # The shared tokens among the language model's, and the language model's id of each of the target's tokens.
+        self._columns: Tensor | None = None
+        self._own_ids: Tensor | None = None
+        if vocabulary.target_ids is not None:
+            self.vocab_ids = to_device(vocabulary.target_ids, drafter.device)
+        if vocabulary.draft_ids is not None and vocabulary.target_ids is not None:
+            self._columns = to_device(vocabulary.draft_ids, drafter.device)
+            own_ids = torch.zeros(vocab_size(target), dtype=torch.long, device="cpu")
+            own_ids[vocabulary.target_ids] = vocabulary.draft_ids
+            self._own_ids = to_device(own_ids, drafter.device)
 
     def logits(self, states: Tensor) -> Tensor:
         """See [`DraftHead.logits`]."""
-        return states[..., : self.draft_vocab_size]
+        return states[..., : self.draft_vocab_size] if self._columns is None else states[..., self._columns]
 
     def to_target_ids(self, draft_ids: Tensor) -> Tensor:
         """See [`DraftHead.to_target_ids`]."""
-        return draft_ids
+        return draft_ids if self.vocab_ids is None else self.vocab_ids[draft_ids]
+
+    def to_own_ids(self, target_ids: Tensor) -> Tensor:
+        """The language model's ids of tokens that both have, of any shape."""
+        return target_ids if self._own_ids is None else self._own_ids[target_ids]
 
     def for_tokens(self, token_ids: Tensor) -> None:
         """See [`DraftHead.for_tokens`]. The language model knows no other tokens."""
@@ -94,6 +114,8 @@ class CausalLMSession:
     def __init__(self, drafter: CausalLMDrafter, head: CausalLMHead, acceleration: DrafterAcceleration):
         self._drafter, self._head, self._acceleration = drafter, head, acceleration
         self._run: LanguageModelRun | None = None
+        # The text in the language model's tokens.
+        self._translation, self._text = head.vocabulary.translate(), list[int]()
         # Of each pass since the last commit: the paths that it continued, their tokens, and the states after these.
         self._passes: list[tuple[Tensor, Tensor, Tensor]] = []
 
@@ -103,20 +125,26 @@ class CausalLMSession:
 
     def commit(
         self, features: Tensor, next_token_ids: Tensor, first_position: int = 0, prompt_embeds: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor | None:
         """See [`DraftSession.commit`]. Tokens that were drafted on this path do not run again."""
         if self._run is None:
             self._run = run_of(self._drafter.model)
-        tokens = next_token_ids[0].clamp(max=self._drafter.config.vocab_size - 1).tolist()
-        path, states = self._drafted_path(tokens)
-        if path:
-            self._run.keep(path)
+        run, (kept, tokens) = self._run, self._translation.extend(next_token_ids[0].tolist())
+        self._text[kept:] = tokens
+        states: Tensor | None = None
+        if kept < run.length:
+            run.cut(kept)
+        else:
+            path, states = self._drafted_path(tokens)
+            run.keep(path)
         self._passes = []
-        rest = tokens[len(path) :]
-        if rest or states is None:
+        if states is None and run.length == len(self._text):
+            # The new tokens have changed nothing, or taken a token away: the last one runs again, for its logits.
+            run.cut(max(0, len(self._text) - 1))
+        if run.length < len(self._text):
             with self._acceleration.drafting(self._head):
-                states = self._run.read(rest)
-        return states[None]
+                states = run.read(self._text[run.length :])
+        return None if states is None else states[None]
 
     def rewind(self) -> None:
         """See [`DraftSession.rewind`]."""
@@ -127,7 +155,7 @@ class CausalLMSession:
     def extend(self, drafted: DraftedBlocks) -> Tensor:
         """See [`DraftSession.extend`]. A state is the logits after a token; what led to it is in the cache."""
         assert self._run is not None
-        parents, tokens = drafted.blocks, drafted.token_ids[:, -1]
+        parents, tokens = drafted.blocks, self._head.to_own_ids(drafted.token_ids[:, -1])
         with self._acceleration.drafting(self._head):
             states = self._run.draft(tokens, parents)
         self._passes.append((parents, tokens, states))
@@ -155,7 +183,10 @@ class CausalLMDrafter(DraftModel):
     another reason, drafts one path.
 
     Args:
-        model ([`PreTrainedModel`]): a causal language model with the target's tokens. It is used as it is, not copied.
+        model ([`PreTrainedModel`]): a causal language model. It is used as it is, not copied.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+            Its tokenizer. It is needed if the target has other tokens, and by default found by the model's
+            `name_or_path`. A call's `assistant_tokenizer` counts before it, and its `tokenizer` is the target's.
 
     Raises:
         `TypeError`: if the model is no causal language model.
@@ -163,7 +194,9 @@ class CausalLMDrafter(DraftModel):
 
     config_class = CausalLMDraftConfig
 
-    def __init__(self, model: PreTrainedModel):
+    reads_tokenizers = True
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None):
         if not isinstance(model, PreTrainedModel) or is_drafter(model) or not model.can_generate():
             raise TypeError(f"`model` is a {type(model).__name__}: give a causal language model of transformers.")
         if model.config.is_encoder_decoder:
@@ -171,12 +204,18 @@ class CausalLMDrafter(DraftModel):
                 f"`model` is a {type(model).__name__}, which has an encoder: give a causal language model, of a decoder "
                 "alone."
             )
-        super().__init__(CausalLMDraftConfig(_vocab_size(model), name_or_path=model.name_or_path))
-        self.model = model
+        if not any(name in inspect.signature(model.forward).parameters for name in CACHE_NAMES):
+            raise TypeError(f"`model` is a {type(model).__name__}, which keeps no cache: give a model that does.")
+        super().__init__(CausalLMDraftConfig(vocab_size(model), name_or_path=model.name_or_path))
+        self.model, self.tokenizer = model, tokenizer
+        # What it shares with each target, or why nothing is known of that.
+        self._vocabularies: weakref.WeakKeyDictionary[PreTrainedModel, Vocabulary | str] = weakref.WeakKeyDictionary()
         # Of the language model's options, those of drafting: its own temperature is no matter here.
         names = [field.name for field in fields(DraftOptions)]
         given = {name: getattr(model.generation_config, name, None) for name in names}
-        self.generation_config = GenerationConfig(**{name: value for name, value in given.items() if value is not None})
+        self.generation_config = GenerationConfig(
+            **{name: value for name, value in given.items() if value is not None}
+        )
 
     @classmethod
     def from_pretrained(
@@ -223,13 +262,35 @@ class CausalLMDrafter(DraftModel):
 
     def check_target(self, target: PreTrainedModel) -> None:
         """See [`Drafter.check_target`]."""
-        sizes = _vocab_size(target), self.config.vocab_size
-        # Rows that no token has fill up a matrix, to a multiple of a number such as 128.
-        if abs(sizes[0] - sizes[1]) > _MOST_UNUSED_ROWS:
-            raise ValueError(
-                f"The draft model's `vocab_size` is {sizes[1]}, but the target has {sizes[0]}: it has other tokens. "
-                "Give a draft model of the target's family, which has its tokenizer."
-            )
+        self.vocabulary_of(target)
+
+    def vocabulary_of(
+        self,
+        target: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        assistant_tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> Vocabulary:
+        """
+        The tokens that the language model shares with a target. They are compared once, and again when tokenizers are
+        given.
+
+        Args:
+            target ([`PreTrainedModel`]): the target.
+            tokenizer, assistant_tokenizer: see [`vocabulary_of`].
+
+        Raises:
+            `ValueError`: see [`vocabulary_of`].
+        """
+        known = self._vocabularies.get(target)
+        if known is None or assistant_tokenizer is not None or (tokenizer is not None and isinstance(known, str)):
+            try:
+                known = vocabulary_of(target, self.model, tokenizer, assistant_tokenizer or self.tokenizer)
+            except ValueError as error:
+                known = str(error)
+            self._vocabularies[target] = known
+        if isinstance(known, str):
+            raise ValueError(known)
+        return known
 
     def make_head(self, target: PreTrainedModel) -> CausalLMHead:
         """See [`Drafter.make_head`]."""
@@ -241,16 +302,8 @@ class CausalLMDrafter(DraftModel):
 
     def assisted_decoding(self, target: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
         """See [`DraftModel.assisted_decoding`]."""
+        self.vocabulary_of(target, kwargs.get("tokenizer"), kwargs.get("assistant_tokenizer"))
         # Without trees each path of a pass is a forward of its own. The other candidates of a token are in the tree.
         if getattr(self.generation_config, "draft_width", None) is None and way_of(self.model) != TREES:
             self.generation_config.draft_width = 1
         return super().assisted_decoding(target, *args, **kwargs)
-
-
-def _vocab_size(model: PreTrainedModel) -> int:
-    size: int = model.config.get_text_config(decoder=True).vocab_size
-    return size
-
-
-# Rows of a vocabulary that no token has, at most, while no tokenizer is known.
-_MOST_UNUSED_ROWS = 0

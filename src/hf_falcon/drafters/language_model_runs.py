@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ from transformers import (
 )
 
 from ..core.caches import RowSlots, SlotLayer, adopt_layers
-from ..core.hook import extend_model_kwargs, makes_own_cache, prefill
+from ..core.hook import extend_model_kwargs, makes_own_cache
 from ..core.modeling_falcon_draft import additive_mask
 from ..core.probe import CHAINS, TREES, verdict_of_call
 from ..core.target_parts import CACHE_NAMES, FULL, SLIDING, layer_kinds
@@ -32,6 +33,8 @@ from ..core.tree import to_device
 
 # Tokens of one forward over a text. Masks are tokens * context.
 _CHUNK = 512
+# States of a text that are kept for the way back.
+_ENDS = 4
 
 
 class LanguageModelRun(Protocol):
@@ -63,7 +66,7 @@ class LanguageModelRun(Protocol):
         """Makes drafted tokens the text's next ones: token `path[i]` of pass i. All other drafted tokens go."""
 
     def cut(self, length: int) -> None:
-        """Drops all drafted tokens, and the text behind its first `length` tokens; or the whole text."""
+        """Drops all drafted tokens, and the text behind its first `length` tokens, or more of it."""
 
 
 def run_of(model: PreTrainedModel) -> LanguageModelRun:
@@ -78,16 +81,11 @@ def way_of(model: PreTrainedModel) -> str:
     keeps what it finds.
     """
     prompt = torch.ones(1, 2, dtype=torch.long, device=model.device)
-    call = GenerationConfig(), _arguments(model, prompt)
-    return verdict_of_call(model, prompt, LogitsProcessorList(), StoppingCriteriaList(), *call).way
-
-
-def _arguments(model: PreTrainedModel, prompt: Tensor) -> dict[str, Any]:
-    """The arguments of a model as `generate` prepares them for a prompt."""
-    arguments: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "use_cache": True}
+    arguments: dict[str, Any] = {"attention_mask": prompt, "use_cache": True}
     if not makes_own_cache(model):
         arguments["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
-    return arguments
+    call = LogitsProcessorList(), StoppingCriteriaList(), GenerationConfig(), arguments
+    return verdict_of_call(model, prompt, *call).way
 
 
 class TreeRun:
@@ -222,6 +220,8 @@ class StateRun:
         # The states after the text, and after each token of each pass; and which of them the cache has now.
         self._states: list[list[Any]] = []
         self._current: Any = None
+        # The lengths of the text after the last reads, and the states there.
+        self._ends: deque[tuple[int, Any]] = deque(maxlen=_ENDS)
 
     @property
     def _cache(self) -> Any:
@@ -242,6 +242,7 @@ class StateRun:
                 logits = self._step(self._text[:end], step)
         self.length = len(self._text)
         self._states = [[self._save()]]
+        self._ends.append((self.length, self._current))
         return logits[-1:]
 
     def draft(self, token_ids: Tensor, parents: Tensor) -> Tensor:
@@ -265,18 +266,24 @@ class StateRun:
         self.length += len(path)
 
     def cut(self, length: int) -> None:
-        """See [`LanguageModelRun.cut`]. A state goes back to the whole text, or to none."""
-        self.keep([])
-        if length < self.length:
+        """See [`LanguageModelRun.cut`]. The state goes back to the end of an earlier `read`, or to nothing."""
+        while self._ends and self._ends[-1][0] > length:
+            self._ends.pop()
+        if self._ends:
+            self.length, state = self._ends[-1]
+            self._states = [[state]]
+        else:
             self.length, self._arguments, self._states, self._current = 0, {}, [], None
 
     def _start(self) -> Tensor:
         """Runs the first tokens as plain decoding runs a prompt."""
         prompt = to_device(torch.tensor([self._text], device="cpu"), self._device)
-        arguments = _arguments(self._model, prompt)
-        outputs = prefill(self._model, prompt, GenerationConfig(), arguments)
+        arguments = {"attention_mask": torch.ones_like(prompt), "use_cache": True}
+        # Without a cache the model makes its own.
+        inputs = self._model.prepare_inputs_for_generation(prompt, is_first_iteration=True, **arguments)
+        outputs = self._model(**inputs, return_dict=True)
         self._cache_name = next((name for name in CACHE_NAMES if name in outputs), self._cache_name)
-        self._arguments = {**arguments, self._cache_name: outputs.get(self._cache_name, self._cache)}
+        self._arguments = {**arguments, self._cache_name: outputs.get(self._cache_name)}
         self._first = len(self._text)
         return outputs.logits[0]
 
