@@ -115,7 +115,7 @@ def test_accepted_branches_do_not_run_again():
     target, drafter = tiny_target(), drafter_of()
     run_of(drafter.model)
     with forwards(drafter.model) as counts:
-        found = generate(target, prompt(11), drafter, **{**PATH, "draft_width": 3, "draft_top_k": 3})
+        found = generate(target, prompt(11), drafter, **{**PATH, "draft_width": 3, "draft_top_k": 3, "num_assistant_tokens": 40})
     assert found.draft_statistics.tau > 1
     passes = [count for count in counts[1:] if count == 3]
     # The newest token of each round, and the one before it, which the last pass proposed and nobody ran.
@@ -218,9 +218,9 @@ def test_a_prompt_runs_once_in_chunks(monkeypatch):
     target, drafter = tiny_target("gemma3"), drafter_of("gemma3")
     run_of(drafter.model)
     with forwards(drafter.model) as counts:
-        found = generate(target, prompt(20), drafter, **PATH)
+        found = generate(target, prompt(20), drafter, max_new_tokens=21, **PATH)
     assert counts[:7] == [8, 8, 5, 1, 1, 1, 2] and found.draft_statistics.tau == 4
-    assert found.sequences.tolist() == generate(target, prompt(20)).tolist()
+    assert found.sequences.tolist() == generate(target, prompt(20), max_new_tokens=21).tolist()
 
 
 def test_by_name(tmp_path):

@@ -39,13 +39,9 @@ def _is_dflash(fields: Fields) -> bool:
 
 
 def _is_language_model(fields: Fields) -> bool:
-    # A class of transformers, and not of another method's: its name ends in this way.
-    return (
-        fields.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-        and "speculators_model_type" not in fields
-        and not fields.get("is_encoder_decoder")
-        and any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in _architectures(fields))
-    )
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(fields.get("model_type")), ())
+    classes = {names} if isinstance(names, str) else set(names)
+    return "speculators_model_type" not in fields and not classes.isdisjoint(_architectures(fields))
 
 
 def _architectures(fields: Fields) -> list[str]:
