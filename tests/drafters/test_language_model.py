@@ -115,7 +115,9 @@ def test_accepted_branches_do_not_run_again():
     target, drafter = tiny_target(), drafter_of()
     run_of(drafter.model)
     with forwards(drafter.model) as counts:
-        found = generate(target, prompt(11), drafter, **{**PATH, "draft_width": 3, "draft_top_k": 3, "num_assistant_tokens": 40})
+        found = generate(
+            target, prompt(11), drafter, **{**PATH, "draft_width": 3, "draft_top_k": 3, "num_assistant_tokens": 40}
+        )
     assert found.draft_statistics.tau > 1
     passes = [count for count in counts[1:] if count == 3]
     # The newest token of each round, and the one before it, which the last pass proposed and nobody ran.
@@ -276,7 +278,9 @@ def hf_falcon_t5():
 
 
 @pytest.mark.parametrize(
-    "ids, settings", [(random_tokens(2, 8), {}), (prompt(8), {"cache_implementation": "static"})], ids=["rows", "static"]
+    "ids, settings",
+    [(random_tokens(2, 8), {}), (prompt(8), {"cache_implementation": "static"})],
+    ids=["rows", "static"],
 )
 def test_transformers_refusals_name_the_drafter(ids, settings):
     """A language model itself stays transformers' own assistant."""

@@ -72,7 +72,9 @@ class BenchArguments:
     )
     draft_model: str | None = field(
         default=None,
-        metadata={"help": "Smaller language model: `draft_model` is our loop with it, `assisted` is transformers' own."},
+        metadata={
+            "help": "Smaller language model: `draft_model` is our loop with it, `assisted` is transformers' own."
+        },
     )
     decision: str | None = field(
         default=None, metadata={"help": "File of examples/decision_model.py, for `falcon_classifier`."}
