@@ -485,7 +485,13 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._block = self.session.commit(features, next_token_ids, first_position, prompt_embeds)
 
     def new_tokens(self, input_ids: Tensor, new: int) -> Tensor:
-        """The tokens of a commit of `new` positions; see [`DraftSession.commit`]."""
+        """
+        The tokens of a commit.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, length)`): the text up to the last of them.
+            new (`int`): new positions; the first commit of a drafter that reads the text alone has the whole text.
+        """
         is_whole = self._reads_text and self._next_position is None
         return input_ids[:, self._padding if is_whole else input_ids.shape[1] - new :]
 

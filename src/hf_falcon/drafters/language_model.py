@@ -179,8 +179,8 @@ class CausalLMSession:
 class CausalLMDrafter(DraftModel):
     """
     A language model that drafts for a larger one: `target.generate(**inputs, assistant_model=drafter)`. It drafts
-    trees, for one sequence or several, as every drafter does. A model that keeps a recurrent state, or takes no tree for
-    another reason, drafts one path.
+    trees, for one sequence or several, as every drafter does. A model that takes no trees, such as one that keeps a
+    recurrent state, drafts one path.
 
     Args:
         model ([`PreTrainedModel`]): a causal language model. It is used as it is, not copied.
@@ -201,8 +201,8 @@ class CausalLMDrafter(DraftModel):
             raise TypeError(f"`model` is a {type(model).__name__}: give a causal language model of transformers.")
         if model.config.is_encoder_decoder:
             raise TypeError(
-                f"`model` is a {type(model).__name__}, which has an encoder: give a causal language model, of a decoder "
-                "alone."
+                f"`model` is a {type(model).__name__}, which has an encoder: give a causal language model, of a "
+                "decoder alone."
             )
         if not any(name in inspect.signature(model.forward).parameters for name in CACHE_NAMES):
             raise TypeError(f"`model` is a {type(model).__name__}, which keeps no cache: give a model that does.")
@@ -228,7 +228,8 @@ class CausalLMDrafter(DraftModel):
         Loads a language model from safetensors files, in evaluation mode.
 
         Args:
-            pretrained_model_name_or_path, dtype, kwargs: see [`AutoDrafter.from_pretrained`].
+            pretrained_model_name_or_path (`str` or `os.PathLike`): a folder, or a repository of the Hub.
+            dtype, kwargs: see [`AutoDrafter.from_pretrained`].
 
         Raises:
             `TypeError`: for another argument.
@@ -276,10 +277,11 @@ class CausalLMDrafter(DraftModel):
 
         Args:
             target ([`PreTrainedModel`]): the target.
-            tokenizer, assistant_tokenizer: see [`vocabulary_of`].
+            tokenizer, assistant_tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
+                The tokenizers of the target and of the language model; by default those of their checkpoints.
 
         Raises:
-            `ValueError`: see [`vocabulary_of`].
+            `ValueError`: see [`vocabularies.vocabulary_of`].
         """
         known = self._vocabularies.get(target)
         if known is None or assistant_tokenizer is not None or (tokenizer is not None and isinstance(known, str)):

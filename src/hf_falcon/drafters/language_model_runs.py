@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-The forwards of a language model that drafts for one sequence. Its cache has the text, and behind it the drafted tokens,
-of which the accepted ones become text without running again.
+The forwards of a language model that drafts for one sequence. Its cache has the text, and behind it the drafted
+tokens, of which the accepted ones become text without running again.
 """
 
 from __future__ import annotations

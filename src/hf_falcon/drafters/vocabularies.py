@@ -98,7 +98,7 @@ def vocabulary_of(
     if tokenizer is None or draft_tokenizer is None:
         missing = [name for name, each in (("target", tokenizer), ("draft model", draft_tokenizer)) if each is None]
         raise ValueError(
-            f"The draft model's `vocab_size` is {sizes[1]}, but the target has {sizes[0]}, so their tokens may differ, "
+            f"The draft model's `vocab_size` is {sizes[1]}, but the target has {sizes[0]}: their tokens may differ, "
             f"and no tokenizer was found for the {' and the '.join(missing)}: give `tokenizer` (the target's) and "
             "`assistant_tokenizer` (the draft model's) to `generate`, or use a draft model with the target's tokens."
         )
