@@ -490,7 +490,10 @@ class FalconCandidateGenerator(CandidateGenerator):
 
         Args:
             input_ids (`torch.LongTensor` of shape `(1, length)`): the text up to the last of them.
-            new (`int`): new positions; the first commit of a drafter that reads the text alone has the whole text.
+            new (`int`): new positions.
+
+        Returns:
+            `torch.LongTensor` of shape `(1, new)`; or the whole text, at first, for a drafter that reads it alone.
         """
         is_whole = self._reads_text and self._next_position is None
         return input_ids[:, self._padding if is_whole else input_ids.shape[1] - new :]

@@ -231,6 +231,9 @@ class CausalLMDrafter(DraftModel):
             pretrained_model_name_or_path (`str` or `os.PathLike`): a folder, or a repository of the Hub.
             dtype, kwargs: see [`AutoDrafter.from_pretrained`].
 
+        Returns:
+            [`CausalLMDrafter`]: the drafter.
+
         Raises:
             `TypeError`: for another argument.
             `ValueError`, `OSError`: as [`~transformers.PreTrainedModel.from_pretrained`].
@@ -279,6 +282,9 @@ class CausalLMDrafter(DraftModel):
             target ([`PreTrainedModel`]): the target.
             tokenizer, assistant_tokenizer ([`~transformers.PreTrainedTokenizerBase`], *optional*):
                 The tokenizers of the target and of the language model; by default those of their checkpoints.
+
+        Returns:
+            [`Vocabulary`]: what both share.
 
         Raises:
             `ValueError`: see [`vocabularies.vocabulary_of`].

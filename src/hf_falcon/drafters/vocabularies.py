@@ -172,6 +172,8 @@ class OtherTokens:
     ):
         self.tokenizer, self.draft_tokenizer = tokenizer, draft_tokenizer
         self.size = len(shared)
+        self.target_ids: Tensor | None
+        self.draft_ids: Tensor | None
         self.target_ids, self.draft_ids = torch.tensor(shared, device="cpu").unbind(dim=1)
         # Tokens that stand for no text, as the start of an answer. The draft model reads those that it knows.
         ids = dict(shared)
