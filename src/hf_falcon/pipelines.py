@@ -109,7 +109,9 @@ def _wrap(pipelines: ModuleType) -> None:
         if isinstance(assistant_model, str) and _names_drafter(assistant_model):
             assistant_model = AutoDrafter.from_pretrained(assistant_model, dtype=model.dtype).to(model.device)
         if getattr(type(assistant_model), "is_falcon_drafter", False):
-            return assistant_model, None
+            # A language model as the drafter may have other tokens.
+            reads = getattr(type(assistant_model), "reads_tokenizers", False)
+            return assistant_model, assistant_tokenizer if reads else None
         return stock(model, assistant_model, assistant_tokenizer)
 
     load_assistant_model._is_falcon_hook = True  # type: ignore[attr-defined]

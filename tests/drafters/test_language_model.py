@@ -252,7 +252,12 @@ def test_pipelines(tmp_path):
     for assistant in (None, str(tmp_path), CausalLMDrafter(tiny_target())):
         write = pipeline("text-generation", model=str(tmp_path), assistant_model=assistant, device="cpu")
         texts.append(write("abcdefghabcd", max_new_tokens=16, do_sample=False))
+        assert getattr(write.assistant_model, "is_falcon_drafter", False) is (assistant is not None)
     assert texts[0] == texts[1] == texts[2]
+    write = pipeline(
+        "text-generation", str(tmp_path), assistant_model=str(tmp_path), assistant_tokenizer=tiny_tokenizer()
+    )
+    assert write("abcdefghabcd", max_new_tokens=16, do_sample=False) == texts[0]
 
 
 def test_what_cannot_draft():
