@@ -3,7 +3,7 @@
 
 from transformers import AutoConfig, AutoModel
 
-from . import sampling
+from . import lookup, sampling
 from .core.candidate_generator import FalconCandidateGenerator
 from .core.configuration_falcon_draft import FalconDraftConfig
 from .core.draft_options import DraftOptions
@@ -17,6 +17,7 @@ from .cpu.compiling import compile_rounds, compiled_rounds, uncompile_rounds
 from .cpu.packing import pack_weights, packed_weights, unpack_weights
 from .drafters import falcon_files
 from .drafters.auto import AutoDrafter
+from .drafters.lookup_drafter import LookupDrafter
 from .pipelines import install_in_pipelines, load_by_name
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "FalconDraftConfig",
     "FalconDraftModel",
     "FalconGenerateOutput",
+    "LookupDrafter",
     "StaticTree",
     "attach",
     "compile_rounds",
@@ -53,6 +55,7 @@ AutoModel.register(FalconDraftConfig, FalconDraftModel, exist_ok=True)
 install()
 backend.install()
 falcon_files.install()
+lookup.install()
 sampling.install()
 install_in_pipelines()
 register_loader(load_by_name)

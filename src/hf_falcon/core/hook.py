@@ -94,7 +94,7 @@ def disable() -> None:
             setattr(GenerationMixin, name, getattr(GenerationMixin, name).__wrapped__)
 
 
-def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike[str]) -> None:
+def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike[str] = "lookup") -> None:
     """
     Makes `target.generate` draft without an argument, also where a pipeline or transformers' server calls it. It
     replaces a drafter that was attached before. Nothing is attached to a copy of the target.
@@ -112,8 +112,8 @@ def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike
 
     Args:
         target ([`PreTrainedModel`]): the target.
-        drafter ([`DraftModel`], `str` or `os.PathLike`):
-            The drafter, its name on the Hub or its folder. By name it is loaded at once, in the target's dtype and on
+        drafter ([`DraftModel`], `str` or `os.PathLike`, *optional*, defaults to `"lookup"`):
+            The drafter, its name on the Hub or its folder. "lookup" is prompt lookup alone, for any target. By name it is loaded at once, in the target's dtype and on
             its device.
 
     Raises:

@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
 The interfaces of the core: what the candidate generator asks of a drafter, and where the installed package plugs in:
-with faster ways to run the target and the drafter, and with the checks of a drafter's files.
+with faster ways to run the target and the drafter, with the checks of a drafter's files, and with prompt lookup.
 
 A drafter has three parts. The [`Drafter`] is the model itself. Its [`DraftHead`] turns states into logits over the
 draft vocabulary; all sequences of a call share it. A [`DraftSession`] drafts for one sequence: it commits accepted
@@ -11,7 +11,8 @@ continues from; what is in it is the drafter's own affair.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -149,7 +150,7 @@ class Drafter(Protocol):
         device (`torch.device`): where it runs.
         max_draft_passes (`int`, *optional*):
             Draft passes that it can run in a round, the one of `commit` included; `None` without a limit. With 1, no
-            session is asked to `extend`.
+            session is asked to `extend`; with 0, no session is asked at all, and what is looked up is the draft.
     """
 
     config: Any
@@ -340,3 +341,47 @@ def verification(name: str) -> Callable[..., RowsDecoder]:
     if name not in _verifications:
         raise ValueError(f"`verification` is {name!r}: set it to 'exact', or `pip install hf-falcon` and import it.")
     return _verifications[name]
+
+
+class LookedUp(NamedTuple):
+    """
+    Continuations of a sequence that were looked up: a tree without its root, best first, on the host.
+
+    Args:
+        token_ids (sequence of `int`): the tokens of its nodes.
+        parents (sequence of `int`): the node before each, which has a smaller number; -1 for the sequence's end.
+        log_probs (sequence of `float`): log-probability of the path up to each node, in descending order.
+    """
+
+    token_ids: Sequence[int] = ()
+    parents: Sequence[int] = ()
+    log_probs: Sequence[float] = ()
+
+    @property
+    def probability(self) -> float:
+        """Probability of the most probable token; 0 without any."""
+        return math.exp(self.log_probs[0]) if self.log_probs else 0.0
+
+
+class Lookup(Protocol):
+    """Looks up how one sequence of a `generate` call continues."""
+
+    def extend(self, token_ids: list[int]) -> None:
+        """Takes the sequence's next tokens."""
+
+    def find(self, limit: int, max_depth: int) -> LookedUp:
+        """The most probable continuations: `limit` tokens at most, on paths of `max_depth` tokens at most."""
+
+
+_make_lookup: Callable[[Drafter, PreTrainedModel], Lookup] | None = None
+
+
+def register_lookup(make: Callable[[Drafter, PreTrainedModel], Lookup]) -> None:
+    """For every sequence that looks up tokens, `make(drafter, target)` is called."""
+    global _make_lookup
+    _make_lookup = make
+
+
+def make_lookup(drafter: Drafter, target: PreTrainedModel) -> Lookup | None:
+    """What was registered with [`register_lookup`] makes this; `None` if nothing was."""
+    return None if _make_lookup is None else _make_lookup(drafter, target)
