@@ -320,7 +320,8 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._found = self._look_up(input_ids, max_depth)
         self._decision = decision = self.policy.decide(self._found.probability)
         self._checks, self._passes, self._drafts = [], 0, False
-        drafts, self._watch = decision.draft and min(max_depth, self.options.num_draft_passes) > 0, Stopwatch(self._device)
+        drafts = decision.draft and min(max_depth, self.options.num_draft_passes) > 0
+        self._watch = Stopwatch(self._device)
         self._rows, self._new_rows = rows, 0
         waiting = sum(each.shape[1] for each in self._uncommitted)
         if waiting and (drafts or (waiting > _MOST_UNCOMMITTED and self._next_position is not None)):
@@ -433,7 +434,7 @@ class FalconCandidateGenerator(CandidateGenerator):
             `torch.LongTensor` of shape `(1, length + drafted)`, and `None`: without draft logits transformers accepts
             a candidate when the target chooses the same token, which is lossless.
         """
-        if self._tap.is_empty:
+        if self._tap.is_empty or not self.options.num_draft_passes:
             return input_ids, None
         features, length = self._tap.take(), input_ids.shape[1]
         # The newest token has no feature yet. The last forward scored the accepted positions first.
