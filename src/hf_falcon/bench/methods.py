@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
 from ..core.policy import acceptance_stats_of
+from ..drafters.lookup_drafter import LookupDrafter
 from .decision import DecisionModel
 
 FALCON = "falcon"
@@ -125,6 +126,8 @@ METHODS: dict[str, Callable[[Models], dict[str, Any]]] = {
     "plain_compiled": _plain_compiled,
     "prompt_lookup": lambda models: {"prompt_lookup_num_tokens": 3},
     "prompt_lookup_8": lambda models: {"prompt_lookup_num_tokens": 8},
+    # Ours, without a drafter's network.
+    "lookup": lambda models: {"assistant_model": LookupDrafter()},
     "lookahead": _lookahead,
     "early_exit": _early_exit,
     "draft_model": _draft_model,

@@ -51,8 +51,9 @@ class LookupDrafter(DraftModel):
     max_draft_passes = 0
 
     def __init__(self, memory: int = 0):
-        super().__init__(LookupConfig())
-        # It has nothing else to propose.
+        super().__init__(LookupConfig(name_or_path=LOOKUP))
+        self.eval()
+        self.generation_config.num_draft_passes = 0
         self.lookup_memory = None if memory == 0 else LookupMemory(memory)
 
     @property
