@@ -109,7 +109,10 @@ def test_batches_equal_plain(name, way, static):
 
 
 @pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("model_type", quick(("qwen3_next", "lfm2", "bloom"), ("qwen3_next", "falcon_h1", "mamba2", "lfm2", "bloom", "bart")))
+@pytest.mark.parametrize(
+    "model_type",
+    quick(("qwen3_next", "lfm2", "bloom"), ("qwen3_next", "falcon_h1", "mamba2", "lfm2", "bloom", "bart")),
+)
 def test_chains_equal_plain(model_type, do_sample, monkeypatch):
     """Targets with a state, and targets that take no tree."""
     runs = []
@@ -134,7 +137,9 @@ def test_modes_on_a_device(mode):
     with Simulated() as device:
         target = device.put(new_target())
         settings = {**MODES[mode], **({"tokenizer": tiny_tokenizer()} if "stop_strings" in MODES[mode] else {})}
-        drafter = informed(device.host(device_cases.generate(device, target, repeating(), **plain(settings)).sequences))
+        drafter = informed(
+            device.host(device_cases.generate(device, target, repeating(), **plain(settings)).sequences)
+        )
         drafter.generation_config.num_assistant_tokens_schedule = "constant"
         check(device, target, drafter, repeating(), **settings)
 
@@ -269,7 +274,9 @@ def test_files_are_read(tmp_path):
     drafter, tokenizer = LookupDrafter(memory=1000), tiny_tokenizer()
     (tmp_path / "notes.md").write_text("abcdefgh")
     drafter.read(tmp_path / "notes.md", tokenizer)
-    assert [match.token for match in drafter.lookup_memory.find(tokenizer("bcde").input_ids, 3)] == tokenizer("f").input_ids
+    assert [match.token for match in drafter.lookup_memory.find(tokenizer("bcde").input_ids, 3)] == tokenizer(
+        "f"
+    ).input_ids
     (tmp_path / "image.png").write_bytes(b"\x89PNG\xff")
     with pytest.raises(ValueError, match="image.png` is no text in UTF-8"):
         drafter.read(tmp_path / "image.png", tokenizer)

@@ -129,8 +129,8 @@ def load_drafter(
 
     Args:
         name_or_path (`str`, *optional*):
-            A name on the Hub, a folder, or "lookup" for prompt lookup alone. By default the drafter of the demo target:
-            in the source checkout the one in `hub_cards`, elsewhere the published one.
+            A name on the Hub, a folder, or "lookup" for prompt lookup alone. By default the drafter of the demo
+            target: in the source checkout the one in `hub_cards`, elsewhere the published one.
         dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`):
             As in [`load_target`].
         device (`str` or `torch.device`, *optional*):

@@ -113,8 +113,8 @@ def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike
     Args:
         target ([`PreTrainedModel`]): the target.
         drafter ([`DraftModel`], `str` or `os.PathLike`, *optional*, defaults to `"lookup"`):
-            The drafter, its name on the Hub or its folder. "lookup" is prompt lookup alone, for any target. By name it is loaded at once, in the target's dtype and on
-            its device.
+            The drafter, its name on the Hub or its folder; "lookup" is prompt lookup alone, for any target. By name it
+            is loaded at once, in the target's dtype and on its device.
 
     Raises:
         `TypeError`: if the target is not a transformers model that generates, or the drafter is another model.

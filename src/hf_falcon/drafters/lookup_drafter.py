@@ -73,7 +73,12 @@ class LookupDrafter(DraftModel):
         """See [`Drafter.start_session`]; no session is asked for anything."""
 
     def assisted_decoding(
-        self, target: PreTrainedModel, input_ids: Tensor, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any
+        self,
+        target: PreTrainedModel,
+        input_ids: Tensor,
+        *args: Any,
+        attention_mask: Tensor | None = None,
+        **kwargs: Any,
     ) -> Any:
         """See [`DraftModel.assisted_decoding`]. The texts of the call are remembered at its end."""
         output = super().assisted_decoding(target, input_ids, *args, attention_mask=attention_mask, **kwargs)
