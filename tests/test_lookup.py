@@ -13,9 +13,8 @@ from tiny_models import new_target, tiny_target
 from toy_drafter import toy_drafter
 
 from hf_falcon import LookupDrafter
-from hf_falcon.core.interfaces import LookedUp
 from hf_falcon.core.policy import Share
-from hf_falcon.lookup import LookupMemory, TextLookup, TokenIndex, lookup_for
+from hf_falcon.lookup import LookedUp, LookupMemory, TextLookup, TokenIndex, lookup_for
 
 # The shares of the tests: by the length of a match, the odds are 1, 2, 3, ...
 LENGTHS = (1, 2, 3, 4, 5, 8, 12, 20, 32)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from transformers import PreTrainedModel
 
-from .core.interfaces import Drafter, LookedUp, register_lookup
+from .core.interfaces import Drafter, register_part
 from .core.policy import Share
 
 # Lengths of the runs of tokens that a sequence is searched for, the longest first, and places of a run, at most: the
@@ -210,11 +210,31 @@ class LookupMemory:
         self._size -= len(text.tokens)
 
 
+class LookedUp(NamedTuple):
+    """
+    Continuations of a sequence: a tree without its root, best first.
+
+    Args:
+        token_ids (`list[int]`): the tokens of its nodes.
+        parents (`list[int]`): the node before each, which has a smaller number; -1 for the sequence's end.
+        log_probs (`list[float]`): log-probability of the path up to each node, in descending order.
+    """
+
+    token_ids: list[int]
+    parents: list[int]
+    log_probs: list[float]
+
+    @property
+    def probability(self) -> float:
+        """Probability of the most probable token; 0 without any."""
+        return math.exp(self.log_probs[0]) if self.log_probs else 0.0
+
+
 class TextLookup:
     """
-    The [`Lookup`] of one sequence. Each match votes for the token at its place, with the odds that a match of its
-    length was right before; one vote is for a token behind none of the places. So a token's probability grows with its
-    places and with the length of their matches.
+    Looks up how one sequence of a `generate` call goes on. Each match votes for the token at its place, with the odds
+    that a match of its length was right before; one vote is for a token behind none of the places. So a token's
+    probability grows with its places and with the length of their matches.
 
     Args:
         shares (`list[Share]`): how often matches of the lengths in `_SHARES` are right; updated.
@@ -230,7 +250,7 @@ class TextLookup:
         self._matches: list[Match] = []
 
     def extend(self, token_ids: list[int]) -> None:
-        """See [`Lookup.extend`]. The tokens behind a `find` are its outcome."""
+        """Takes the sequence's next tokens. Those behind a `find` are its outcome."""
         for token in token_ids:
             if not self._matches:
                 break
@@ -240,7 +260,7 @@ class TextLookup:
         self._index.extend(token_ids)
 
     def find(self, limit: int, max_depth: int) -> LookedUp:
-        """See [`Lookup.find`]."""
+        """The most probable continuations: `limit` tokens at most, on paths of `max_depth` tokens at most."""
         self._matches = self._find_matches()
         odds = [min(_MOST_ODDS, share.value / max(1e-9, 1.0 - share.value)) for share in self._shares]
         token_ids: list[int] = []
@@ -309,4 +329,4 @@ def lookup_for(drafter: Drafter, target: PreTrainedModel) -> TextLookup:
 
 def install() -> None:
     """Registers the lookup for every later call of this process."""
-    register_lookup(lookup_for)
+    register_part("lookup", lookup_for)

@@ -25,9 +25,9 @@ from transformers import PreTrainedModel, pipeline
 
 import hf_falcon
 from hf_falcon import AutoDrafter, DraftModel, FalconCandidateGenerator, LookupDrafter
+from hf_falcon.chains import ChainRun
 from hf_falcon.core import candidate_generator, decoding
 from hf_falcon.core.policy import AdaptivePolicy
-from hf_falcon.core.target_run import ChainRun
 
 NEW_TOKENS = 30
 CONSTANT = {"num_assistant_tokens_schedule": "constant"}
@@ -122,7 +122,7 @@ def test_chains_equal_plain(model_type, do_sample, monkeypatch):
             super().__init__(*args)
             runs.append(self)
 
-    monkeypatch.setattr(decoding, "ChainRun", Recorded)
+    monkeypatch.setattr(decoding, "part", lambda name: Recorded)
     target, ids = tiny_model(model_type), prompt(11)
     settings = {"do_sample": do_sample, "attention_mask": torch.ones_like(ids)}
     expected = generate(target, ids, **settings).sequences
@@ -208,7 +208,7 @@ def test_a_call_without_passes_looks_up_alone(monkeypatch):
 
 def test_nothing_is_looked_up_without_the_package(monkeypatch):
     """Code from the Hub registers no lookup."""
-    monkeypatch.setattr(candidate_generator, "make_lookup", lambda drafter, target: None)
+    monkeypatch.setattr(candidate_generator, "part", lambda name: None)
     target = tiny_target()
     for drafter in (LookupDrafter(), tiny_drafter(target, prompt_lookup_num_tokens=16)):
         output = generate(target, repeating(), drafter, **CONSTANT)

@@ -32,8 +32,8 @@ class ModelArguments:
     drafter: str | None = field(
         default=None,
         metadata={
-            "help": "Drafter, from the Hub or a folder; `lookup` is prompt lookup alone, for any target. By default the "
-            "one for SmolLM2-135M-Instruct."
+            "help": "Drafter, from the Hub or a folder; `lookup` is prompt lookup alone, for any target. By default "
+            "the one for SmolLM2-135M-Instruct."
         },
     )
     plain: bool = field(default=False, metadata={"help": "Decode without the drafter."})

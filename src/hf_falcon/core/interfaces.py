@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
 The interfaces of the core: what the candidate generator asks of a drafter, and where the installed package plugs in:
-with faster ways to run the target and the drafter, with the checks of a drafter's files, and with prompt lookup.
+with faster ways to run the target and the drafter, and with the checks of a drafter's files.
 
 A drafter has three parts. The [`Drafter`] is the model itself. Its [`DraftHead`] turns states into logits over the
 draft vocabulary; all sequences of a call share it. A [`DraftSession`] drafts for one sequence: it commits accepted
@@ -11,8 +11,7 @@ continues from; what is in it is the drafter's own affair.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
@@ -294,6 +293,30 @@ class DrafterFiles:
         """Calls `read(name, **kwargs)`, which is [`PreTrainedConfig.get_config_dict`]."""
         return read(name, **kwargs)
 
+    def reading(self, name: str) -> AbstractContextManager[object]:
+        """Inside, transformers reads the file of this name."""
+        return nullcontext()
+
+    def fingerprints(self, target: PreTrainedModel) -> dict[str, Any]:
+        """The fields of [`FalconDraftConfig`] by which the target's weights are known."""
+        return {}
+
+    def fields_for(self, target: Any) -> dict[str, Any]:
+        """
+        The fields of a new drafter for a target; see [`FalconDraftConfig.from_target`].
+
+        Raises:
+            `RuntimeError`: without the installed package, which makes new drafters.
+        """
+        raise RuntimeError("A new drafter needs the installed package: `pip install hf-falcon`, and import it.")
+
+    def difference(self, drafter: Any, target: PreTrainedModel) -> str | None:
+        """A sentence that says how the target's weights differ from those that the drafter was trained for."""
+        return None
+
+    def check_loaded(self, name: Any, problems: Any) -> None:
+        """Checks a model that was loaded; `problems` has names of weights by kind, as transformers reports them."""
+
     def check(self, model_class: Any, name: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Checks a folder or a repository. Returns the arguments of `from_pretrained` that load what was checked."""
         return kwargs
@@ -323,65 +346,39 @@ def drafter_files() -> DrafterFiles:
 # Decodes the rows of a call: the target's run, the `Batch`, and whether rows that have ended leave the cache. Returns
 # a `StatisticsRecorder`.
 RowsDecoder = Callable[[Any, Any, bool], Any]
-_verifications: dict[str, Callable[..., RowsDecoder]] = {}
+_parts: dict[str, Any] = {}
 
 
-def register_verification(name: str, make: Callable[..., RowsDecoder]) -> None:
-    """For a value of the option `verification`, `make(drafter, target, options, logits_processor)` is called."""
-    _verifications[name] = make
-
-
-def verification(name: str) -> Callable[..., RowsDecoder]:
+def register_part(name: str, part: Any) -> None:
     """
-    What was registered with [`register_verification`].
-
-    Raises:
-        `ValueError`: if nothing was: code from the Hub verifies exactly.
-    """
-    if name not in _verifications:
-        raise ValueError(f"`verification` is {name!r}: set it to 'exact', or `pip install hf-falcon` and import it.")
-    return _verifications[name]
-
-
-class LookedUp(NamedTuple):
-    """
-    Continuations of a sequence that were looked up: a tree without its root, best first, on the host.
+    Takes a part of the loop that the installed package has, and code from the Hub does without.
 
     Args:
-        token_ids (sequence of `int`): the tokens of its nodes.
-        parents (sequence of `int`): the node before each, which has a smaller number; -1 for the sequence's end.
-        log_probs (sequence of `float`): log-probability of the path up to each node, in descending order.
+        name (`str`):
+            "chains": a class as [`TargetRun`] that scores chains. "batches": a class as [`Batch`] for several rows.
+            "static_tree": makes the tree of the options. "layer_outputs": a class as [`NoLayerOutputs`]. "quantised":
+            gives the reason why a quantised target is decoded plainly, or `None`. "prior": reads the costs that were
+            measured for a target. "verdicts": remembers targets that take trees. "lookup": called with `(drafter,
+            target)`, it returns what looks up how a sequence goes on (`TextLookup`). "speculative" and "multi_root",
+            values of the option `verification`: called with `(drafter, target, options, logits_processor)`, they
+            return a `RowsDecoder`.
+        part: the part.
     """
-
-    token_ids: Sequence[int] = ()
-    parents: Sequence[int] = ()
-    log_probs: Sequence[float] = ()
-
-    @property
-    def probability(self) -> float:
-        """Probability of the most probable token; 0 without any."""
-        return math.exp(self.log_probs[0]) if self.log_probs else 0.0
+    _parts[name] = part
 
 
-class Lookup(Protocol):
-    """Looks up how one sequence of a `generate` call continues."""
-
-    def extend(self, token_ids: list[int]) -> None:
-        """Takes the sequence's next tokens."""
-
-    def find(self, limit: int, max_depth: int) -> LookedUp:
-        """The most probable continuations: `limit` tokens at most, on paths of `max_depth` tokens at most."""
+def part(name: str) -> Any:
+    """What was registered with [`register_part`], or `None`."""
+    return _parts.get(name)
 
 
-_make_lookup: Callable[[Drafter, PreTrainedModel], Lookup] | None = None
+def needed_part(name: str, option: str, remedy: str) -> Any:
+    """
+    As `part`, for the value `name` of an option.
 
-
-def register_lookup(make: Callable[[Drafter, PreTrainedModel], Lookup]) -> None:
-    """For every sequence that looks up tokens, `make(drafter, target)` is called."""
-    global _make_lookup
-    _make_lookup = make
-
-
-def make_lookup(drafter: Drafter, target: PreTrainedModel) -> Lookup | None:
-    """What was registered with [`register_lookup`] makes this; `None` if nothing was."""
-    return None if _make_lookup is None else _make_lookup(drafter, target)
+    Raises:
+        `ValueError`: if nothing was registered; it names the option and the remedy.
+    """
+    if name not in _parts:
+        raise ValueError(f"`{option}` is {name!r}: {remedy}, or `pip install hf-falcon` and import it.")
+    return _parts[name]
