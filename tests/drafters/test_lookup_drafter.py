@@ -5,8 +5,9 @@ import threading
 
 import device_cases
 import pytest
+import simulated_device
 import torch
-from device_cases import MODES, Simulated, check
+from device_cases import MODES, Simulated, check, rounds
 from quick import quick
 from shrunken import tiny_model
 from tiny_models import (
@@ -142,6 +143,15 @@ def test_modes_on_a_device(mode):
         )
         drafter.generation_config.num_assistant_tokens_schedule = "constant"
         check(device, target, drafter, repeating(), **settings)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_synchronisations_of_a_round(rows):
+    """The draft is on the host: one brings the target's choices there."""
+    target, drafter = new_target(), LookupDrafter()
+    simulated_device.move(target)
+    settings = {"eos_token_id": [VOCAB], "pad_token_id": 0, **CONSTANT}
+    assert max(syncs for syncs, _ in rounds(target, drafter, repeating().repeat(rows, 1), **settings)) <= 1
 
 
 @pytest.mark.parametrize("given", ["name", "attached", "attached by name", "auto", "object"])

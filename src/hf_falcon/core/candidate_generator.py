@@ -313,7 +313,8 @@ class FalconCandidateGenerator(CandidateGenerator):
         Returns:
             The round. After `complete`, its `finish` makes the [`DraftTree`].
         """
-        self._read_context(input_ids)
+        if self.options.num_draft_passes:
+            self._read_context(input_ids)
         self._found = self._look_up(input_ids, max_depth)
         self._decision = decision = self.policy.decide(0.0 if self._found is None else self._found.probability)
         self._checks, self._passes, self._drafts = [], 0, False
