@@ -22,7 +22,7 @@ from tiny_models import (
     tiny_target,
     tiny_tokenizer,
 )
-from transformers import PreTrainedModel, pipeline
+from transformers import PreTrainedModel, T5Config, T5ForConditionalGeneration, pipeline
 
 import hf_falcon
 from hf_falcon import AutoDrafter, DraftModel, FalconCandidateGenerator, LookupDrafter
@@ -170,6 +170,18 @@ def test_ways_to_give_it(given):
     assert output.sequences.tolist() == expected.tolist()
     assert output.draft_statistics.drafted_tokens > 0
     assert hooks_of(target) == 0
+
+
+def test_targets_that_are_decoded_plainly():
+    """An attached drafter breaks no call, whatever the target is."""
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_ff": 48, "d_kv": 8, "num_layers": 1, "num_heads": 4, "vocab_size": VOCAB}
+    target = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    settings = {"max_new_tokens": 8, "do_sample": False}
+    expected = target.generate(prompt(9), **settings)
+    assert target.generate(prompt(9), assistant_model="lookup", **settings).tolist() == expected.tolist()
+    hf_falcon.attach(target)
+    assert target.generate(prompt(9), **settings).tolist() == expected.tolist()
 
 
 def test_a_pipeline_takes_its_name(tmp_path):
