@@ -72,6 +72,10 @@ class TokenIndex:
                 if length <= end:
                     last[run] = end
 
+    def has(self, run: tuple[int, ...]) -> bool:
+        """Whether the text has a run of the first of the lengths."""
+        return run in self._chains[0][1]
+
     def places(self, context: Sequence[int], most: int) -> dict[int, int]:
         """
         The places behind which the text may go on as `context` does.
@@ -144,7 +148,7 @@ class LookupMemory:
 
     Args:
         limit (`int`): tokens of all texts together, at most. The texts that were used longest ago leave first: a text
-            is used where four tokens in a row of it end a sequence. About 0.3 KB for each token.
+            is used where four tokens in a row of it end a sequence. About 0.2 KB for each token.
 
     Raises:
         `ValueError`: if the limit is no positive integer.
@@ -189,8 +193,10 @@ class LookupMemory:
             context (sequence of `int`): tokens.
             most (`int`): places, at most: of the texts that were used or added last.
         """
+        run = tuple(context[-_REMEMBERED_LENGTH:])
         with self._lock:
-            texts = list(reversed(self._texts))
+            # A few texts of thousands have the run.
+            texts = [text for text in reversed(self._texts) if text.has(run)]
         found: list[Match] = []
         used: list[TokenIndex] = []
         for text in texts:
