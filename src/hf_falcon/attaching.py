@@ -67,7 +67,7 @@ def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike
         found = repr(str(given)) if isinstance(given, (str, os.PathLike)) else f"a {type(given).__name__}"
         raise TypeError(
             f"`drafter` is {found}, not a drafter of hf_falcon: give a drafter, such as a `FalconDraftModel`, or the "
-            "name or the folder of one."
+            "name or the folder of one. A smaller language model drafts as `hf_falcon.CausalLMDrafter(model)`."
         )
     drafter.check_target(target)
     _attached[target] = drafter

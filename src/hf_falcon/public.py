@@ -29,12 +29,14 @@ from .cpu.compiling import compile_rounds, compiled_rounds, uncompile_rounds
 from .cpu.packing import pack_weights, packed_weights, unpack_weights
 from .drafters import falcon_files
 from .drafters.auto import AutoDrafter
+from .drafters.language_model import CausalLMDrafter
 from .drafters.lookup_drafter import LookupDrafter
 from .pipelines import install_in_pipelines
 from .static_trees import StaticTree, static_paths
 
 __all__ = [
     "AutoDrafter",
+    "CausalLMDrafter",
     "DraftHead",
     "DraftModel",
     "DraftOptions",

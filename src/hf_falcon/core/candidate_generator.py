@@ -225,6 +225,8 @@ class FalconCandidateGenerator(CandidateGenerator):
             self.head, self.options.context_bonuses, self._vocab_size, drafter.device, drafter.config.block_size
         )
         self._tap = FeatureTap(target, drafter.config.feature_layers)
+        # A drafter that reads no features reads the whole text, which needs no memory while it waits.
+        self._reads_text = drafter.config.feature_layers is None
         self._block_size: int = drafter.config.block_size
         self._device = drafter.device
         self._tree = self._build_tree()
@@ -322,12 +324,13 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._watch = Stopwatch(self._device)
         self._rows, self._new_rows = rows, 0
         waiting = sum(each.shape[1] for each in self._uncommitted)
-        if waiting and (drafts or (waiting > _MOST_UNCOMMITTED and self._next_position is not None)):
+        is_full = waiting > _MOST_UNCOMMITTED and not self._reads_text
+        if waiting and (drafts or (is_full and self._next_position is not None)):
             self._new_rows = waiting
             [features, *more], self._uncommitted = self._uncommitted, []
             features = torch.cat((features, *more), dim=1) if more else features
-            self.commit(features, input_ids[:, -waiting:], self._first_position, self._prompt_embeds)
-        elif self._next_position is None:
+            self.commit(features, self.new_tokens(input_ids, waiting), self._first_position, self._prompt_embeds)
+        elif self._next_position is None and not self._reads_text:
             self._drop_oldest(waiting, 0 if isinstance(self.policy, PlainPolicy) else _MOST_UNCOMMITTED)
         self._watch.lap()
         tree_round = self._tree.start(max_depth)
@@ -420,6 +423,20 @@ class FalconCandidateGenerator(CandidateGenerator):
         next_token_ids = to_device(self._known(next_token_ids), self._device)
         self._block = self.session.commit(features, next_token_ids, first_position, prompt_embeds)
 
+    def new_tokens(self, input_ids: Tensor, new: int) -> Tensor:
+        """
+        The tokens of a commit.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, length)`): the text up to the last of them.
+            new (`int`): new positions.
+
+        Returns:
+            `torch.LongTensor` of shape `(1, new)`; or the whole text, at first, for a drafter that reads it alone.
+        """
+        is_whole = self._reads_text and self._next_position is None
+        return input_ids[:, self._padding if is_whole else input_ids.shape[1] - new :]
+
     def get_candidates(self, input_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         """
         The protocol of transformers' own assisted decoding: the prompt, followed by the tree's most probable path.
@@ -438,7 +455,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         # The newest token has no feature yet. The last forward scored the accepted positions first.
         known = length - 1
         new = features.shape[1] if self._next_position is None else known - self._next_position
-        self.commit(features[:, :new], input_ids[:, length - new :], first_position=known - new)
+        self.commit(features[:, :new], self.new_tokens(input_ids, new), first_position=known - new)
         tree = self.propose(input_ids, self.max_depth)
         leaf = tree.depths.argmax()
         chain = tree.token_ids[tree.visible[leaf]][1:]

@@ -97,8 +97,9 @@ class DraftSession(Protocol):
         Args:
             features (`torch.Tensor` of shape `(1, new, (1 + feature_layers) * target_hidden_size)`):
                 The target's features of the new positions: its last hidden state, after the final norm, followed by
-                the outputs of the layers `drafter.config.feature_layers`.
-            next_token_ids (`torch.LongTensor` of shape `(1, new)`): the token after each of these positions.
+                the outputs of the layers `drafter.config.feature_layers`. If these are `None`, features are empty.
+            next_token_ids (`torch.LongTensor` of shape `(1, new)`):
+                The token after each of these positions. If the features are empty, the first call gets the whole text.
             first_position (`int`, *optional*, defaults to 0):
                 Position of the first feature of all; counts in the first call only.
             prompt_embeds (`torch.Tensor` of shape `(1, length, hidden_size)`, *optional*):
@@ -144,7 +145,8 @@ class Drafter(Protocol):
 
     Attributes:
         config: has `block_size` (tokens that a pass proposes), `feature_layers` (layers of the target whose outputs
-            it reads, counted from 0; -1 is the input of the first), `target_name_or_path` and `target_fingerprint`.
+            it reads, counted from 0; -1 is the input of the first; `None` for a drafter that reads the text alone),
+            `target_name_or_path` and `target_fingerprint`.
         generation_config ([`~transformers.GenerationConfig`]): the drafting options.
         device (`torch.device`): where it runs.
         max_draft_passes (`int`, *optional*):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import DraftModel
@@ -38,6 +39,12 @@ def _is_dflash(fields: Fields) -> bool:
     return not {"DFlashDraftModel", "Qwen3DSparkModel"}.isdisjoint(_architectures(fields))
 
 
+def _is_language_model(fields: Fields) -> bool:
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(fields.get("model_type")), ())
+    classes = {names} if isinstance(names, str) else set(names)
+    return "speculators_model_type" not in fields and not classes.isdisjoint(_architectures(fields))
+
+
 def _architectures(fields: Fields) -> list[str]:
     names = fields.get("architectures")
     return [str(name) for name in names] if isinstance(names, list) else []
@@ -49,13 +56,14 @@ _METHODS: list[tuple[str, Callable[[Fields], bool], str, str]] = [
     ("Falcon", _is_falcon, "hf_falcon.core.drafter", "FalconDraftModel"),
     ("EAGLE-3", _is_eagle3, "hf_falcon.drafters.eagle3", "Eagle3DraftModel"),
     ("DFlash and DSpark", _is_dflash, "hf_falcon.drafters.dflash", "DFlashDraftModel"),
+    ("language models", _is_language_model, "hf_falcon.drafters.language_model", "CausalLMDrafter"),
 ]
 
 
 class AutoDrafter:
     """
-    Loads a drafter of any method that hf_falcon reads: Falcon's own, and EAGLE-3, DFlash and DSpark in their original
-    layouts and in the layout of the package `speculators`.
+    Loads a drafter of any method that hf_falcon reads: Falcon's own, EAGLE-3, DFlash and DSpark in their original
+    layouts and in the layout of the package `speculators`, and a smaller language model.
     """
 
     def __init__(self) -> None:
