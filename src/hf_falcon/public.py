@@ -9,6 +9,7 @@ from . import (
     chains,
     cost_files,
     layer_outputs,
+    lookup,
     quantised_targets,
     sampling,
     static_trees,
@@ -29,6 +30,7 @@ from .cpu.packing import pack_weights, packed_weights, unpack_weights
 from .drafters import falcon_files
 from .drafters.auto import AutoDrafter
 from .drafters.language_model import CausalLMDrafter
+from .drafters.lookup_drafter import LookupDrafter
 from .pipelines import install_in_pipelines
 from .static_trees import StaticTree, static_paths
 
@@ -48,6 +50,7 @@ __all__ = [
     "FalconDraftConfig",
     "FalconDraftModel",
     "FalconGenerateOutput",
+    "LookupDrafter",
     "StaticTree",
     "attach",
     "compile_rounds",
@@ -73,6 +76,7 @@ for part in (
     chains,
     cost_files,
     layer_outputs,
+    lookup,
     quantised_targets,
     sampling,
     static_trees,

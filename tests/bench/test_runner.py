@@ -48,8 +48,9 @@ def test_both_loops_with_a_draft_model(models):
     "settings", [{}, pytest.param({"do_sample": True, "temperature": 0.8}, marks=pytest.mark.slow)]
 )
 def test_every_method_answers_like_plain_decoding(models, tmp_path, settings):
-    names = "plain prompt_lookup eagle_like falcon_chain falcon_static falcon_dynamic falcon_no_decision".split()
-    names += "falcon_no_cost_model falcon_no_lookup falcon falcon@3 plain_packed falcon_packed".split()
+    names = "plain prompt_lookup lookup lookup@3 eagle_like falcon_chain falcon_static falcon_dynamic".split()
+    names += "falcon_no_decision falcon_no_cost_model falcon_no_lookup falcon falcon@3".split()
+    names += "plain_packed falcon_packed".split()
     found, absent = methods.resolve(names, models)
     assert list(found) == names and not absent
     file = TraceFile(tmp_path, {})

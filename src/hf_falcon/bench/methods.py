@@ -15,6 +15,7 @@ from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
 from ..core.policy import acceptance_stats_of
 from ..drafters.language_model import CausalLMDrafter
+from ..drafters.lookup_drafter import LookupDrafter
 from ..drafters.vocabularies import tokenizer_of
 from .decision import DecisionModel
 
@@ -149,6 +150,8 @@ METHODS: dict[str, Callable[[Models], dict[str, Any]]] = {
     "plain_compiled": _plain_compiled,
     "prompt_lookup": lambda models: {"prompt_lookup_num_tokens": 3},
     "prompt_lookup_8": lambda models: {"prompt_lookup_num_tokens": 8},
+    # Ours, without a drafter's network.
+    "lookup": lambda models: {"assistant_model": LookupDrafter()},
     "lookahead": _lookahead,
     "early_exit": _early_exit,
     # A smaller language model: our loop, and transformers' own.

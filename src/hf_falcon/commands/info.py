@@ -27,6 +27,7 @@ from ..drafters.auto import drafter_class
 from ..drafters.checkpoints import read_fields
 from ..drafters.files import pinned, stored_tensors
 from ..drafters.language_model import CausalLMDrafter
+from ..drafters.lookup_drafter import LOOKUP
 from .card import read_card, tau_of
 from .run_arguments import CommandParser
 
@@ -172,6 +173,10 @@ def main(argv: list[str]) -> int:
     found = vars(parser.parse_args(argv))
     repository = found.pop("repository")
     arguments = InfoArguments(**found)
+    if repository == LOOKUP:
+        raise ValueError(
+            '"lookup" is prompt lookup alone: it has no files, and is for any target. A folder is "./lookup".'
+        )
     info = describe(repository, arguments.revision)
     if arguments.json:
         print(json.dumps(info))

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-import torch
 import transformers
 from torch import Tensor
 from transformers import (
@@ -336,17 +335,6 @@ def default_generation_params() -> dict[str, Any]:
     """
     method = getattr(GenerationConfig, "_get_default_generation_params", None)
     return {} if method is None else method()
-
-
-def pad_token(generation_config: GenerationConfig) -> Tensor | None:
-    """
-    The token that fills up the rows of a batch that ended early, as `generate` prepared it. If transformers does not
-    prepare it under this name, it is the field `pad_token_id`.
-    """
-    prepared = getattr(generation_config, "_pad_token_tensor", None)
-    if prepared is None and generation_config.pad_token_id is not None:
-        return torch.tensor(generation_config.pad_token_id, device="cpu")
-    return prepared
 
 
 def is_user_defined(cache: Cache) -> bool:

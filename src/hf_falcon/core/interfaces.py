@@ -151,7 +151,7 @@ class Drafter(Protocol):
         device (`torch.device`): where it runs.
         max_draft_passes (`int`, *optional*):
             Draft passes that it can run in a round, the one of `commit` included; `None` without a limit. With 1, no
-            session is asked to `extend`.
+            session is asked to `extend`; with 0, no session is asked at all, and what is looked up is the draft.
     """
 
     config: Any
@@ -360,7 +360,8 @@ def register_part(name: str, part: Any) -> None:
             "chains": a class as [`TargetRun`] that scores chains. "batches": a class as [`Batch`] for several rows.
             "static_tree": makes the tree of the options. "layer_outputs": a class as [`NoLayerOutputs`]. "quantised":
             gives the reason why a quantised target is decoded plainly, or `None`. "prior": reads the costs that were
-            measured for a target. "verdicts": remembers targets that take trees. "speculative" and "multi_root",
+            measured for a target. "verdicts": remembers targets that take trees. "lookup": called with `(drafter,
+            target)`, it returns what looks up how a sequence goes on (`TextLookup`). "speculative" and "multi_root",
             values of the option `verification`: called with `(drafter, target, options, logits_processor)`, they
             return a `RowsDecoder`.
         part: the part.

@@ -70,7 +70,7 @@ class TargetRun:
         input_ids (`torch.LongTensor` of shape `(rows, length)`): the prompts.
         generation_config ([`GenerationConfig`]): configuration of the call.
         model_kwargs (`dict`): the model's arguments that `generate` prepared, a cache among them.
-        feature_layers (sequence of `int`, *optional*): see [`FeatureTap`].
+        feature_layers (sequence of `int`, *optional*): see [`FeatureTap`]; `None` for features of width 0.
     """
 
     takes_trees = True

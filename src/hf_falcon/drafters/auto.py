@@ -15,6 +15,7 @@ from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import DraftModel
 from .checkpoints import read_fields
 from .files import LOADING, pinned
+from .lookup_drafter import LOOKUP, LookupDrafter
 
 Fields = dict[str, Any]
 
@@ -79,7 +80,7 @@ class AutoDrafter:
         Loads a drafter, in evaluation mode.
 
         Args:
-            pretrained_model_name_or_path (`str` or `os.PathLike`): a folder, or a repository of the Hub.
+            pretrained_model_name_or_path (`str` or `os.PathLike`): a folder, a repository of the Hub, or "lookup".
             dtype (`str` or `torch.dtype`, *optional*):
                 Dtype of the weights; give the target's. By default the dtype that they are stored in.
             kwargs: `cache_dir`, `force_download`, `local_files_only`, `proxies`, `revision`, `subfolder` and `token`,
@@ -94,6 +95,8 @@ class AutoDrafter:
             `OSError`: if files are missing or damaged.
         """
         name = os.fspath(pretrained_model_name_or_path)
+        if name == LOOKUP:
+            return LookupDrafter()
         # What the class reads is of the commit that was chosen from.
         kwargs = pinned(name, **kwargs)
         kind = drafter_class(name, **{key: value for key, value in kwargs.items() if key in LOADING})
