@@ -128,7 +128,7 @@ def test_code_and_math_prompts(tmp_path, monkeypatch, capsys):
         words = ["--output", str(path), "--code", "60", "--math", "200", *words]
         monkeypatch.setattr("sys.argv", ["code_and_math_prompts.py", *words])
         script.main()
-        made[name] = [dialogue[0]["content"] for dialogue in read_dialogues(path)]
+        made[name] = [dialogue.messages[0]["content"] for dialogue in read_dialogues(path)]
         assert capsys.readouterr().out == f"{path}: 260 prompts\n"
     assert made["first"] == made["again"] != made["other"]
     code = [prompt for prompt in made["first"] if "def " in prompt or "Python function" in prompt]
@@ -147,4 +147,4 @@ def test_later_turns(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["later_turns.py", "--data", str(data), "--output", str(output)])
     script.main()
     assert capsys.readouterr().out == f"{output}: 1 turns\n"
-    assert [[message["content"] for message in turn] for turn in read_dialogues(output)] == [list(texts[2:4])]
+    assert [[message["content"] for message in turn.messages] for turn in read_dialogues(output)] == [list(texts[2:4])]

@@ -28,6 +28,7 @@ from hf_falcon.commands.models import encode
 from hf_falcon.training import features as features_module
 from hf_falcon.training import prepare as prepare_module
 from hf_falcon.training import token_file as token_file_module
+from hf_falcon.training.chat_templates import ChatTemplate
 from hf_falcon.training.features import kept_features, target_features
 from hf_falcon.training.prepare import PrepareArguments, prepare
 from hf_falcon.training.provenance import provenance
@@ -256,7 +257,7 @@ THREE_TURNS = [
 
 def test_all_turns_without_context_for_the_target(arguments, target, tmp_path):
     data = write_data(tmp_path / "turns.jsonl", [THREE_TURNS, dialogues()[0], [user("w1")]])
-    file = prepare(arguments(data=data, turns="all"), *target)
+    file = prepare(arguments(data=data, turns="all", history="none"), *target)
     assert [prompt for prompt, _ in samples_of(file, target)] == [
         "<|system|> w7 </s> <|user|> w1 </s> <|assistant|>",
         "<|system|> w7 </s> <|user|> w8 w9 w10 w11 </s> <|assistant|>",
@@ -266,7 +267,7 @@ def test_all_turns_without_context_for_the_target(arguments, target, tmp_path):
     ]
     assert file.metadata["dropped"] == {} and file.metadata["plan"]["turns"] == "all"
     # The limit counts prompts, not dialogues.
-    two = prepare(arguments(data=data, turns="all", limit=2, output=str(tmp_path / "two")), *target)
+    two = prepare(arguments(data=data, turns="all", history="none", limit=2, output=str(tmp_path / "two")), *target)
     assert [prompt for prompt, _ in samples_of(two, target)] == [prompt for prompt, _ in samples_of(file, target)][:2]
 
 
@@ -295,8 +296,8 @@ def test_work_is_linear_in_the_turns(arguments, target, tmp_path, monkeypatch):
     data = write_data(tmp_path / "turns.jsonl", [turns, THREE_TURNS])
     monkeypatch.setattr(prepare_module, "_TOKENIZED_AT_ONCE", 16)
     rendered = []
-    render = prepare_module._render
-    monkeypatch.setattr(prepare_module, "_render", lambda *args: rendered.append(len(args[2])) or render(*args))
+    render = ChatTemplate._render
+    monkeypatch.setattr(ChatTemplate, "_render", lambda *args: rendered.append(len(args[1])) or render(*args))
     options = {"data": data, "responses": "data", "turns": "all", "max_prompt_tokens": 100}
     file = prepare(arguments(**options), *target)
     lengths = [length for _, length in map(file.sample, range(len(file)))]
@@ -333,7 +334,7 @@ def test_later_turns_that_are_dropped(arguments, target, tmp_path, caplog):
     turns = [message for text in left_out + kept + ["w" * 39] for message in (user(text), assistant("w2"))]
     data = write_data(tmp_path / "turns.jsonl", [context + turns + [user(LONG), user(" "), user(LONG)], []])
     with caplog.at_level(logging.WARNING):
-        file = prepare(arguments(data=data, turns="all"), *target)
+        file = prepare(arguments(data=data, turns="all", history="none"), *target)
     # Words outside the tiny vocabulary. A first turn is never dropped for its words.
     assert [prompt.removesuffix(" </s> <|assistant|>") for prompt, _ in samples_of(file, target)] == [
         "<|user|> <unk>",
