@@ -28,10 +28,12 @@ class TuneArguments:
 
     Args:
         target, drafter (`str`, *optional*): names or folders; the models of the demo if left out.
-        data (`list[str]`, *optional*): JSON-lines files with `turns`, whose answers are drafted; three built-in
+        data (`list[str]`, *optional*): files as `hf-falcon prepare` reads them, whose answers are drafted; three built-in
             prompts if left out.
         limit (`int`, *optional*, defaults to 3): prompts of each file, from the start.
         max_new_tokens (`int`, *optional*, defaults to 64): tokens of an answer, at most.
+        chat_template_kwargs (`dict` or `str`, *optional*): variables of the chat template, or their JSON
+            (`{"enable_thinking": false}`).
         context (`int`, *optional*, defaults to 256): tokens before the round that is timed.
         seconds (`float`, *optional*, defaults to 20): seconds for which the target is timed.
         pack (`bool`, *optional*, defaults to `False`): pack the weights of both models first.
@@ -41,12 +43,15 @@ class TuneArguments:
 
     target: str | None = field(default=None, metadata={"help": "Target, from the Hub or a folder."})
     drafter: str | None = field(default=None, metadata={"help": "Drafter, from the Hub or a folder."})
-    data: list[str] | None = field(default=None, metadata={"help": "JSON-lines files with `turns`."})
+    data: list[str] | None = field(default=None, metadata={"help": "Files or data sets as in `hf-falcon prepare`."})
     limit: int = field(default=3, metadata={"help": "Prompts of each file, from the start."})
     max_new_tokens: int = field(default=64, metadata={"help": "Tokens of an answer, at most."})
     context: int = field(default=256, metadata={"help": "Tokens before the round that is timed."})
     seconds: float = field(default=20.0, metadata={"help": "Seconds for which the target is timed."})
     pack: bool = field(default=False, metadata={"help": "Pack the weights of both models first (`pack_weights`)."})
+    chat_template_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Variables of the chat template, as JSON: '{\"enable_thinking\": false}'."}
+    )
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
     output: str | None = field(default=None, metadata={"help": "Folder of tune.json and tune.png."})
@@ -71,7 +76,7 @@ def main(argv: list[str]) -> int:
     if arguments.pack:
         pack_weights(target)
         pack_weights(drafter)
-    prompts = [encode(tokenizer, text, device) for text in texts]
+    prompts = [encode(tokenizer, text, device, template_variables(arguments.chat_template_kwargs)) for text in texts]
     found = tune(target, drafter, prompts, arguments.context, arguments.max_new_tokens, arguments.seconds)
 
     times = found.seconds
