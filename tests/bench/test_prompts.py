@@ -12,7 +12,7 @@ from hf_falcon.bench.prompts import read_turns
 @pytest.mark.parametrize(
     "line, message",
     [
-        ("nonsense", "record 2 is not JSON"),
+        ("nonsense " * 3, "record 2 is not JSON"),
         ('{"turn": ["a"]}', "record 2: .* has none of .*`turns`"),
         ('["turns"]', r"record 2 is \['turns'\]"),
         ('{"turns": "a"}', "record 2: `turns` is 'a': it must be a list of texts"),

@@ -14,8 +14,9 @@ from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..bench.tuning import fastest_count, picture, tune
 from ..cpu.packing import pack_weights
+from ..training.chat_templates import template_variables
 from ..training.token_file import write_atomically
-from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
+from .models import encode, load_drafter, load_target, note_other_variables, resolve_device, resolve_dtype
 from .run_arguments import CommandParser, at_least
 
 _PROMPTS = ["Why is the sky blue?", "Write a Python function that merges two sorted lists.", "What is 17 * 23 + 4?"]
@@ -76,7 +77,9 @@ def main(argv: list[str]) -> int:
     if arguments.pack:
         pack_weights(target)
         pack_weights(drafter)
-    prompts = [encode(tokenizer, text, device, template_variables(arguments.chat_template_kwargs)) for text in texts]
+    variables = template_variables(arguments.chat_template_kwargs)
+    note_other_variables(drafter, variables)
+    prompts = [encode(tokenizer, text, device, variables) for text in texts]
     found = tune(target, drafter, prompts, arguments.context, arguments.max_new_tokens, arguments.seconds)
 
     times = found.seconds
