@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """Chat templates in the manner of known targets, and a tokenizer of single characters, whose tokens are its text."""
 
-from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 MARKERS = ["<|im_start|>", "<|im_end|>"]
@@ -42,7 +42,8 @@ QWEN_CODER = (
     {{- '\\n</tools>' }}
 {%- endif %}
 {{- '<|im_end|>\\n' }}
-{%- for message in messages[1:] if has_system else messages %}
+{%- set messages = messages[1:] if has_system else messages %}
+{%- for message in messages %}
     {%- if message.role == 'tool' %}
         {{- result(message, loop.previtem.role != 'tool', loop.last or loop.nextitem.role != 'tool') }}
     {%- elif message.role == 'assistant' and message.tool_calls %}
@@ -92,6 +93,7 @@ def character_tokenizer(template: str | None) -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate(["<unk>", *MARKERS, *characters])}
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    backend.decoder = decoders.Fuse()
     backend.add_special_tokens([AddedToken(marker, special=True, normalized=False) for marker in MARKERS])
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="<|im_end|>", unk_token="<unk>", chat_template=template

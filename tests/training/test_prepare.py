@@ -271,6 +271,32 @@ def test_all_turns_without_context_for_the_target(arguments, target, tmp_path):
     assert [prompt for prompt, _ in samples_of(two, target)] == [prompt for prompt, _ in samples_of(file, target)][:2]
 
 
+@pytest.mark.parametrize("call", [1, 4, 6])
+def test_rounds_of_turns_resume_to_the_same_bytes(arguments, target, tmp_path, monkeypatch, call):
+    """Each turn is a round of batches, whose prompts have the answers of the rounds before."""
+    records = [[*first, user(f"w{number} w1"), assistant("w2"), user("w3")] for number, first in enumerate(dialogues())]
+    data = write_data(tmp_path / "turns.jsonl", records)
+    options = {"data": data, "turns": "all", "history": "target", "batch_size": 6, "max_prompt_tokens": 60}
+    whole = prepare(arguments(output=str(tmp_path / "whole"), keep_features=True, **options), *target)
+    assert len(whole) == 42 and whole.metadata["dropped"] == {}
+    kept_features([str(tmp_path / "whole")], [whole], target[0], [])
+    with monkeypatch.context() as patch:
+        kill_at(patch, prepare_module, "_respond", call)
+        with pytest.raises(Killed):
+            prepare(arguments(**options), *target)
+    with pytest.raises(ValueError, match="`history` was 'target', now 'data'"):
+        prepare(arguments(**{**options, "history": "data"}), *target)
+    # The texts of later turns are not yet prompts.
+    other = write_data(tmp_path / "other.jsonl", [*records[:-1], [*records[-1][:-1], user("w4")]])
+    with pytest.raises(ValueError, match="`texts_sha256` was"):
+        prepare(arguments(**{**options, "data": other}), *target)
+    found = prepare(arguments(**options), *target)
+    assert found.tokens.tolist() == whole.tokens.tolist()
+    before = os.stat(arguments().output).st_mtime_ns
+    prepare(arguments(**options), *target)
+    assert os.stat(arguments().output).st_mtime_ns == before
+
+
 def test_all_turns_with_context_for_responses_of_the_data(arguments, target, tmp_path):
     data = write_data(tmp_path / "turns.jsonl", [THREE_TURNS, dialogues()[0]])
     options = {"data": data, "responses": "data", "turns": "all"}

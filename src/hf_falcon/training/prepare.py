@@ -353,6 +353,8 @@ class _Selection:
         # Each turn is a round of generation of its own, because the turns after it need its answers.
         self.has_rounds = arguments.turns == "all" and arguments.history == "target" and not self._with_response
         self.turn = 0
+        # The last dialogue with a prompt that is too long: with the turns before it, each later prompt is longer.
+        self._too_long = -1
         self.prompts: list[array[int]] = []
         self.responses: list[array[int]] | None = [] if self._with_response else None
         self.dropped: Counter[str] = Counter()
@@ -368,15 +370,19 @@ class _Selection:
         self.skipped.check()
         dropped, arguments = self.dropped, self._arguments
         if not self.prompts:
-            raise ValueError(f"No prompt of {arguments.data!r} is left (dropped: {dict(dropped)}): raise the limits.")
+            skipped = ", ".join(reason.example for reason in self.skipped.reasons.values())
+            raise ValueError(
+                f"No prompt of {arguments.data!r} is left (dropped: {dict(dropped)}): raise the limits."
+                + (f" {self.skipped.count} records could not be read: {skipped}" if skipped else "")
+            )
         _warn(
             f"{len(self.prompts)} prompts; dropped: {dropped['excluded']} that share {_EXCLUDED_WORDS} words in a row "
             f"with `exclude`, {dropped['prompt_too_long']} longer than `max_prompt_tokens`, {dropped['duplicate']} "
             f"duplicates, {dropped['needs_context']} later turns that need the turns before them, {dropped['no_turn']} "
-            "without a turn to use."
+            f"without a turn to use, {dropped['no_prefix']} whose prompt is not the beginning of prompt and response."
         )
-        for name, count in self._ignored.items():
-            _warn(f"{count} dialogues have `{name}`, which the chat template does not read: they are left out of them.")
+        for name, count in (+self._ignored).items():
+            _warn(f"{count} dialogues have `{name}`, which the chat template does not read: it is left out.")
         if self.skipped.reasons:
             _warn(f"{self.skipped.count} of {self.skipped.read} records are skipped:\n{self._table()}")
 
@@ -478,19 +484,19 @@ class _Selection:
             tools = None
         if self.turn == 0 and any("reasoning_content" in message for message in messages):
             self._ignored["reasoning_content"] += template.ignores("reasoning_content", tools)
-        ignores_calls = template.ignores("tool_calls", tools)
+        has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+        if has_calls and template.ignores("tool_calls", tools):
+            # It would write results without calls, or empty answers.
+            raise RecordError(
+                "tool calls that the chat template ignores",
+                f"{dialogue.where}: The chat template does not write `tool_calls`: remove such dialogues, or give a "
+                "`chat_template` for tools.",
+            )
         for begin, end, ends_turn in _turns(messages, self._arguments, self.dropped, self.turn, self.has_rounds):
-            # With the turns before it, each later prompt of the dialogue is longer.
             if number == self._too_long and begin < end - 1:
                 self.dropped["prompt_too_long"] += 1
                 continue
             turn = [*system, *messages[begin:end]]
-            if ignores_calls and any(message["role"] == "tool" or "tool_calls" in message for message in turn):
-                raise RecordError(
-                    "tool calls that the chat template ignores",
-                    f"{dialogue.where}: The chat template does not write `tool_calls`: remove such dialogues, or give "
-                    "a `chat_template` for tools.",
-                )
             text = "\n".join(message["content"] for message in turn)
             if not self._with_response:
                 yield _Rendered(number, text, template.prompt(turn, tools, dialogue.where), "", ends_turn)
@@ -528,7 +534,7 @@ def _chunk(samples: Iterator[_Rendered]) -> list[_Rendered]:
 def _system(messages: list[Message]) -> list[Message]:
     """The system prompt before the first user turn, if any."""
     before = itertools.takewhile(lambda message: message["role"] != "user", messages)
-    return [message for message in before if message["role"] == "system"][:1]
+    return [message for message in before if message["role"] in ("system", "developer")][:1]
 
 
 def _with_answers(messages: list[Message], answers: list[str], turn: int) -> list[Message]:
