@@ -83,6 +83,7 @@ class EvaluateArguments:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "limit", "max_new_tokens", "num_assistant_tokens")
+        template_variables(self.chat_template_kwargs)
         if self.context_bonuses == [0]:
             self.context_bonuses = []
 

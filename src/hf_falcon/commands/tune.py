@@ -59,6 +59,7 @@ class TuneArguments:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "limit", "max_new_tokens", "context")
+        template_variables(self.chat_template_kwargs)
         if not self.seconds > 0:
             raise ValueError(f"`seconds` is {self.seconds}; give a number above 0.")
 
