@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""`chat_template_kwargs`: the commands' prompts have them, and they are compared with those of a drafter's training."""
+"""`chat_template_kwargs`: the commands' prompts have them, and they are compared with a drafter's training."""
 
 import builtins
 import json
@@ -13,7 +13,9 @@ from hf_falcon.commands import doctor, train
 from hf_falcon.commands import main as entry
 from hf_falcon.training.token_file import TokenFile
 
-TEMPLATE = "{% for m in messages %}b{{ m.content }}c{% endfor %}{% if thinks is defined and not thinks %}xyz{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}b{{ m.content }}c{% endfor %}{% if thinks is defined and not thinks %}xyz{% endif %}"
+)
 GIVEN = '{"thinks": false}'
 
 
@@ -119,7 +121,16 @@ def test_from_the_data_to_the_drafter(saved, tmp_path):
     records = [{"prompt": f"abc{number}def"} for number in range(20)]
     (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, records)))
     target = ["--target", f"{saved}/target"]
-    prepared = ["--data", "data.jsonl", "--max_new_tokens", "6", "--max_prompt_tokens", "60", "--chat_template_kwargs", GIVEN]
+    prepared = [
+        "--data",
+        "data.jsonl",
+        "--max_new_tokens",
+        "6",
+        "--max_prompt_tokens",
+        "60",
+        "--chat_template_kwargs",
+        GIVEN,
+    ]
     assert entry.main(["prepare", *target, *prepared, "--output", "tokens", "--dtype", "float32"]) == 0
     assert TokenFile.load("tokens").metadata["chat_template_kwargs"] == {"thinks": False}
     for name, architecture in (("falcon", []), ("eagle3", ["--architecture", "eagle3", "--draft_vocab_size", "40"])):
@@ -129,7 +140,17 @@ def test_from_the_data_to_the_drafter(saved, tmp_path):
     assert json.loads((tmp_path / "falcon" / "provenance.json").read_text())["data"]["chat_template_kwargs"] == {
         "thinks": False
     }
-    words = [*target, "--data", "data.jsonl", "--max_new_tokens", "6", "--drafter", "falcon", "--output_dir", "adapted"]
+    words = [
+        *target,
+        "--data",
+        "data.jsonl",
+        "--max_new_tokens",
+        "6",
+        "--drafter",
+        "falcon",
+        "--output_dir",
+        "adapted",
+    ]
     words += ["--chat_template_kwargs", '{"other": 1}']
     assert entry.main(["adapt", *words, "--limit", "12", "--num_train_epochs", "1", "--device", "cpu"]) == 0
     assert AutoConfig.from_pretrained(tmp_path / "adapted").chat_template_kwargs == {"other": 1}

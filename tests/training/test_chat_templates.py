@@ -120,11 +120,15 @@ def test_templates_for_tools_and_for_all_else():
     "source", ["{{ raise_exception('no') }}", "{{ messages[0].content + 1 }}", "{{ messages[7].x.y }}", "{% if %}"]
 )
 def test_a_template_that_refuses(source):
-    with pytest.raises(RecordError, match=r"file, record 3: The chat template refuses messages of the roles \['user'\]"):
+    with pytest.raises(
+        RecordError, match=r"file, record 3: The chat template refuses messages of the roles \['user'\]"
+    ):
         ChatTemplate(character_tokenizer(source)).prompt([{"role": "user", "content": "a"}], None, "file, record 3")
 
 
-@pytest.mark.parametrize("given", ["{", "[1]", "5", '{"tools": []}', {"chat_template": "x"}, {"messages": []}, "[" * 99])
+@pytest.mark.parametrize(
+    "given", ["{", "[1]", "5", '{"tools": []}', {"chat_template": "x"}, {"messages": []}, "[" * 99]
+)
 def test_variables_that_are_none(given):
     with pytest.raises(ValueError, match="`chat_template_kwargs` is"):
         template_variables(given)
@@ -178,7 +182,11 @@ def test_history_of_the_target(samples):
     """Each later prompt has what the target answered to the prompts before it, not what the data has."""
     first = [{"role": "user", "content": "Sky?"}, {"role": "assistant", "content": "Blue."}]
     later = [*TOOL_DIALOGUE, {"role": "user", "content": "Snow?"}, {"role": "assistant", "content": "No."}]
-    records = [{"messages": first + later, "tools": [WEATHER]}, {"messages": first + [first[0]]}, {"turns": ["a", "b"]}]
+    records = [
+        {"messages": first + later, "tools": [WEATHER]},
+        {"messages": first + [first[0]]},
+        {"turns": ["a", "b"]},
+    ]
     texts, file = samples(
         records, QWEN_CODER, responses="target", history="target", temperatures=[0.0], max_new_tokens=5, batch_size=2
     )
@@ -188,7 +196,8 @@ def test_history_of_the_target(samples):
         return answers[prompt].replace("<|im_end|>", "").replace("<|im_start|>", "").replace("<unk>", "")
 
     tools = "\n\n<tools>\n" + json.dumps(WEATHER) + "\n</tools>"
-    call = '<|im_start|>assistant\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call><|im_end|>\n'
+    call = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+    call = f"<|im_start|>assistant\n{call}<|im_end|>\n"
     result = "<|im_start|>user\n<tool_response>\nno\n</tool_response><|im_end|>\n"
     end, asks = "<|im_start|>assistant\n", "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n"
     system = "<|im_start|>system\nYou are Qwen{}<|im_end|>\n"

@@ -274,7 +274,9 @@ def test_all_turns_without_context_for_the_target(arguments, target, tmp_path):
 @pytest.mark.parametrize("call", [1, 4, 6])
 def test_rounds_of_turns_resume_to_the_same_bytes(arguments, target, tmp_path, monkeypatch, call):
     """Each turn is a round of batches, whose prompts have the answers of the rounds before."""
-    records = [[*first, user(f"w{number} w1"), assistant("w2"), user("w3")] for number, first in enumerate(dialogues())]
+    records = [
+        [*first, user(f"w{number} w1"), assistant("w2"), user("w3")] for number, first in enumerate(dialogues())
+    ]
     data = write_data(tmp_path / "turns.jsonl", records)
     options = {"data": data, "turns": "all", "history": "target", "batch_size": 6, "max_prompt_tokens": 60}
     whole = prepare(arguments(output=str(tmp_path / "whole"), keep_features=True, **options), *target)

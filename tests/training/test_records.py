@@ -36,7 +36,11 @@ READ = {
     "messages with reasoning": [user("Sky?"), assistant("Blue.", reasoning_content="By day.")]
     + [user("Sea?"), assistant("Green.", reasoning_content="Or not.")],
     "prompt and completion": [user("Sky?"), assistant("Blue.")],
-    "prompt and completion of messages": [{"role": "system", "content": "Be brief."}, user("Sky?"), assistant("Blue.")],
+    "prompt and completion of messages": [
+        {"role": "system", "content": "Be brief."},
+        user("Sky?"),
+        assistant("Blue."),
+    ],
     "prompt and response": [user("Sky?"), assistant("Blue.")],
     "alpaca": [user("Translate.\n\nHimmel"), assistant("Sky.")],
     "text": [],
@@ -61,7 +65,10 @@ def test_forms(form):
         ({"prompt": "a"}, Dialogue([user("a")])),
         ({"prompt": "a", "completion": None, "tools": []}, Dialogue([user("a")])),
         ({"instruction": "a", "input": " ", "system": "b"}, Dialogue([{"role": "system", "content": "b"}, user("a")])),
-        ({"messages": [assistant(None, function_call=CALL["function"])]}, Dialogue([assistant("", tool_calls=[CALL])])),
+        (
+            {"messages": [assistant(None, function_call=CALL["function"])]},
+            Dialogue([assistant("", tool_calls=[CALL])]),
+        ),
         ({"messages": [{"role": "function", "name": "f", "content": "1"}]},)
         + (Dialogue([{"role": "tool", "name": "f", "content": "1"}]),),
         ({"messages": [assistant("a", reasoning="b")]}, Dialogue([assistant("a", reasoning_content="b")])),
@@ -72,7 +79,11 @@ def test_forms(form):
         ({"messages": [assistant("", tool_calls=[{"name": "f\ud83d", "arguments": {"\ud83d": ["\ud83d"]}}])]},)
         + (
             Dialogue(
-                [assistant("", tool_calls=[{"type": "function", "function": {"name": "f?", "arguments": {"?": ["?"]}}}])]
+                [
+                    assistant(
+                        "", tool_calls=[{"type": "function", "function": {"name": "f?", "arguments": {"?": ["?"]}}}]
+                    )
+                ]
             ),
         ),
     ],

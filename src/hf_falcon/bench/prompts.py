@@ -44,7 +44,9 @@ def read_turns(source: str, limit: int | None = None) -> list[list[str]]:
                 break
     skipped.check()
     if skipped.reasons:
-        logger.warning(f"{source}: {skipped.count} of {skipped.read} records are skipped:\n{skipped_table(skipped.to_dict())}")
+        logger.warning(
+            f"{source}: {skipped.count} of {skipped.read} records are skipped:\n{skipped_table(skipped.to_dict())}"
+        )
     if not found:
         raise ValueError(f"{source}: has no prompts; each record must be an object with {FORMS}.")
     return found

@@ -21,9 +21,9 @@ from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..checkpoint_files import read_json
 from ..core.drafter import DraftModel
-from ..training.provenance import PROVENANCE_NAME
 from ..training.chat_templates import other_variables, template_variables
 from ..training.json_text import short
+from ..training.provenance import PROVENANCE_NAME
 from ..training.token_file import chat_template_sha256
 from .adapt import REPORT_NAME
 from .card import final_tau, read_card, tau_of
@@ -81,8 +81,8 @@ class DoctorArguments:
 
     Args:
         target, drafter (`str`, *optional*): names or folders; the models of the demo if left out.
-        data (`list[str]`, *optional*): what `hf-falcon prepare` reads, or `mt_bench`, `humaneval`, `gsm8k` of the Hub; the
-            first turn is the prompt. Built-in prompts if left out; otherwise the acceptance is compared with
+        data (`list[str]`, *optional*): what `hf-falcon prepare` reads, or `mt_bench`, `humaneval`, `gsm8k` of the Hub;
+            the first turn is the prompt. Built-in prompts if left out; otherwise the acceptance is compared with
             theirs.
         limit (`int`, *optional*, defaults to 6): prompts of each file, from the start.
         max_new_tokens (`int`, *optional*, defaults to 64): tokens of an answer, at most.
@@ -98,7 +98,9 @@ class DoctorArguments:
     drafter: str | None = field(default=None, metadata={"help": "Drafter, from the Hub or a folder."})
     data: list[str] | None = field(
         default=None,
-        metadata={"help": "Files or data sets as in `hf-falcon prepare`, or names of the Hub; the first turn is the prompt."},
+        metadata={
+            "help": "Files or data sets as in `hf-falcon prepare`, or names of the Hub; the first turn is the prompt."
+        },
     )
     limit: int = field(default=6, metadata={"help": "Prompts of each file, from the start."})
     max_new_tokens: int = field(default=64, metadata={"help": "Tokens of an answer, at most."})
@@ -371,7 +373,9 @@ def main(argv: list[str]) -> int:
         reference_of(Path(name)) if Path(name).is_dir() else None,
     )
     if text := other_variables(getattr(drafter.config, "chat_template_kwargs", None), variables):
-        found.notes.append(f"{text[0].upper()}{text[1:]}. Give the same ones, or train or adapt the drafter with yours.")
+        found.notes.append(
+            f"{text[0].upper()}{text[1:]}. Give the same ones, or train or adapt the drafter with yours."
+        )
     if arguments.json:
         models = {"target": target.name_or_path, "drafter": name, "dtype": str(dtype).removeprefix("torch.")}
         print(json.dumps({**models, "max_new_tokens": arguments.max_new_tokens, **found.to_dict()}))

@@ -16,8 +16,8 @@ from ..bench.divergence import first_divergence
 from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..core.draft_options import DraftOptions
-from ..verdicts import verdict_of_prompt
 from ..training.chat_templates import template_variables
+from ..verdicts import verdict_of_prompt
 from .models import encode, load_drafter, load_target, note_other_variables, resolve_device, resolve_dtype
 from .run_arguments import CommandParser, at_least
 
@@ -52,7 +52,9 @@ class EvaluateArguments:
     """
 
     data: list[str] = field(
-        metadata={"help": "Files or data sets as in `hf-falcon prepare`, or names of the Hub; the first turn is the prompt."}
+        metadata={
+            "help": "Files or data sets as in `hf-falcon prepare`, or names of the Hub; the first turn is the prompt."
+        }
     )
     target: str | None = field(default=None, metadata={"help": "Target, from the Hub or a folder."})
     drafter: str | None = field(default=None, metadata={"help": "Drafter, from the Hub or a folder."})

@@ -29,8 +29,8 @@ class TuneArguments:
 
     Args:
         target, drafter (`str`, *optional*): names or folders; the models of the demo if left out.
-        data (`list[str]`, *optional*): files as `hf-falcon prepare` reads them, whose answers are drafted; three built-in
-            prompts if left out.
+        data (`list[str]`, *optional*): files as `hf-falcon prepare` reads them, whose answers are drafted; three
+            built-in prompts if left out.
         limit (`int`, *optional*, defaults to 3): prompts of each file, from the start.
         max_new_tokens (`int`, *optional*, defaults to 64): tokens of an answer, at most.
         chat_template_kwargs (`dict` or `str`, *optional*): variables of the chat template, or their JSON

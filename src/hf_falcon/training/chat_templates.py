@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Renders dialogues by a target's chat template: prompts as `generate` gets them, and which text is the assistant's."""
+"""Renders dialogues by a chat template: prompts as `generate` gets them, and which text is the assistant's."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def template_variables(given: dict[str, Any] | str | None) -> dict[str, Any]:
     except ValueError as error:
         raise ValueError(
             f"`chat_template_kwargs` is {short(given)}, {error}: give a JSON object such as "
-            '\'{"enable_thinking": false}\'.'
+            "'{\"enable_thinking\": false}'."
         ) from error
     taken = inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters
     if not isinstance(found, dict) or any(name in taken or name == "messages" for name in found):
         raise ValueError(
-            f"`chat_template_kwargs` is {short(found)}: give a JSON object of variables of the chat template, which are "
-            f"none of messages, {', '.join(taken)}."
+            f"`chat_template_kwargs` is {short(found)}: give a JSON object of variables of the chat template, which "
+            f"are none of messages, {', '.join(taken)}."
         )
     return found
 

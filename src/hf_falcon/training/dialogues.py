@@ -131,8 +131,8 @@ def _load_dataset(name: str, split: str, file: Path | None) -> Iterator[Any]:
     if importlib.util.find_spec("datasets") is None:
         what = "a Parquet or Arrow file needs" if file is not None else "no file, and reading a data set needs"
         raise OSError(
-            f"`data` is {name!r}: {what} the package `datasets`. Run `pip install hf-falcon[train]`, or give a JSON or "
-            "JSON Lines file."
+            f"`data` is {name!r}: {what} the package `datasets`. Run `pip install hf-falcon[train]`, or give a JSON "
+            "or JSON Lines file."
         )
     import datasets
 
@@ -224,7 +224,9 @@ def _decode(buffer: str, position: int, where: str, has_bad_bytes: bool) -> tupl
         if has_bad_bytes and _NOT_UTF8.search(buffer, position, max(error.pos, line_end) + 1):
             return _not_utf8(where), rest, True
         near = buffer[max(position, error.pos - 30) : error.pos + 30]
-        text = f"{where} is not JSON: {error.msg} near {near!r}. Correct or remove it; the file must be a JSON array or"
+        text = (
+            f"{where} is not JSON: {error.msg} near {near!r}. Correct or remove it; the file must be a JSON array or"
+        )
         return RecordError("text that is not JSON", f"{text} JSON Lines (one object a line)."), rest, True
     except ValueError as error:
         return RecordError("too many levels or digits", f"{where}: {error}. Correct or remove it."), position, True
@@ -238,8 +240,8 @@ def _decode(buffer: str, position: int, where: str, has_bad_bytes: bool) -> tupl
 def _too_long(where: str) -> RecordError:
     return RecordError(
         "too many characters",
-        f"{where} is longer than {_LONGEST_RECORD:,} characters: split or remove it. If it is not so long, a quotation "
-        "mark or bracket is missing in it.",
+        f"{where} is longer than {_LONGEST_RECORD:,} characters: split or remove it. If it is not so long, a "
+        "quotation mark or bracket is missing in it.",
     )
 
 

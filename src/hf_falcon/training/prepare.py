@@ -146,8 +146,8 @@ class PrepareArguments:
 
     data: str = field(
         metadata={
-            "help": "File of JSON, JSON Lines, Parquet or Arrow, 'sharegpt' (installed package), or name or folder of a "
-            "data set."
+            "help": "File of JSON, JSON Lines, Parquet or Arrow, 'sharegpt' (installed package), or name or folder of "
+            "a data set."
         }
     )
     output: str = field(metadata={"help": "Token file to write (.safetensors)."})
@@ -161,7 +161,9 @@ class PrepareArguments:
     )
     history: Literal["data", "target", "none"] = field(
         default="data",
-        metadata={"help": "Turns before a later turn that the target responds to: of the 'data', the 'target' or 'none'."},
+        metadata={
+            "help": "Turns before a later turn that the target responds to: of the 'data', the 'target' or 'none'."
+        },
     )
     chat_template_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Variables of the chat template, as JSON: '{\"enable_thinking\": false}'."}
@@ -292,7 +294,9 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
             state.wait_for_everyone()
             begin = len(selection.prompts)
             if selection.has_rounds:
-                for prompt, (token_ids, length, _) in _read_parts(batches[-len(new) :], parts, len(batches) - len(new)):
+                for prompt, (token_ids, length, _) in _read_parts(
+                    batches[-len(new) :], parts, len(batches) - len(new)
+                ):
                     selection.add_answer(prompt, token_ids[length:])
                 selection.add_turn(selection.turn + 1)
     if state.is_main_process:
@@ -337,7 +341,7 @@ class _Selection:
     ) -> None:
         self._arguments, self._tokenizer, self._eos_token_ids = arguments, tokenizer, eos_token_ids
         given = None if arguments.chat_template is None else Path(arguments.chat_template).read_text()
-        self._template = ChatTemplate(tokenizer, given, arguments.chat_template_kwargs)
+        self._template = ChatTemplate(tokenizer, given, template_variables(arguments.chat_template_kwargs))
         self._with_response = arguments.responses == "data"
         if self._template.source() is None:
             name = tokenizer.name_or_path
@@ -378,8 +382,8 @@ class _Selection:
         _warn(
             f"{len(self.prompts)} prompts; dropped: {dropped['excluded']} that share {_EXCLUDED_WORDS} words in a row "
             f"with `exclude`, {dropped['prompt_too_long']} longer than `max_prompt_tokens`, {dropped['duplicate']} "
-            f"duplicates, {dropped['needs_context']} later turns that need the turns before them, {dropped['no_turn']} "
-            f"without a turn to use, {dropped['no_prefix']} whose prompt is not the beginning of prompt and response."
+            f"duplicates, {dropped['needs_context']} later turns that need the turns before them, "
+            f"{dropped['no_turn']} without a turn to use, {dropped['no_prefix']} whose prompt is not the beginning of prompt and response."
         )
         for name, count in (+self._ignored).items():
             _warn(f"{count} dialogues have `{name}`, which the chat template does not read: it is left out.")

@@ -94,9 +94,7 @@ def read_record(record: Any, where: str, number: int = 0) -> Dialogue:
         turns = record["turns"]
         if not isinstance(turns, list) or not turns:
             raise RecordError("no list of turns", f"{where}: `turns` is {short(turns)}: it must be a list of texts.")
-        messages = [
-            {"role": "user", "content": _text(turn, f"turns[{i}]", where)} for i, turn in enumerate(turns)
-        ]
+        messages = [{"role": "user", "content": _text(turn, f"turns[{i}]", where)} for i, turn in enumerate(turns)]
     elif record.get("text") is not None:
         messages, text = [], _text(record["text"], "text", where)
     else:
@@ -129,7 +127,9 @@ def _side(value: Any, name: str, role: str, where: str) -> list[Message]:
 
 def _messages(items: Any, name: str, where: str) -> list[Message]:
     if not isinstance(items, list):
-        raise RecordError("no list of messages", f"{where}: `{name}` is {short(items)}: it must be a list of messages.")
+        raise RecordError(
+            "no list of messages", f"{where}: `{name}` is {short(items)}: it must be a list of messages."
+        )
     return [_message(item, name, f"{name}[{index}]", where) for index, item in enumerate(items)]
 
 
@@ -225,14 +225,12 @@ def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
 
 def _text(value: Any, name: str, where: str) -> str:
     if not isinstance(value, str):
-        raise RecordError(
-            "a field that is no text", f"{where}: `{name}` is {short(value)}: it must be a string."
-        )
+        raise RecordError("a field that is no text", f"{where}: `{name}` is {short(value)}: it must be a string.")
     return _clean(value)
 
 
 def _clean(value: Any) -> Any:
-    """Replaces half surrogate pairs, which JSON escapes can encode and no tokenizer accepts, also inside of objects."""
+    """Replaces half surrogate pairs, which JSON escapes can encode and no tokenizer accepts, in objects, too."""
     if isinstance(value, str):
         return value.encode("utf-8", "replace").decode("utf-8")
     if isinstance(value, list):
