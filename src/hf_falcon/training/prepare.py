@@ -383,7 +383,8 @@ class _Selection:
             f"{len(self.prompts)} prompts; dropped: {dropped['excluded']} that share {_EXCLUDED_WORDS} words in a row "
             f"with `exclude`, {dropped['prompt_too_long']} longer than `max_prompt_tokens`, {dropped['duplicate']} "
             f"duplicates, {dropped['needs_context']} later turns that need the turns before them, "
-            f"{dropped['no_turn']} without a turn to use, {dropped['no_prefix']} whose prompt is not the beginning of prompt and response."
+            f"{dropped['no_turn']} without a turn to use, {dropped['no_prefix']} whose prompt is not the "
+            "beginning of prompt and response."
         )
         for name, count in (+self._ignored).items():
             _warn(f"{count} dialogues have `{name}`, which the chat template does not read: it is left out.")
