@@ -298,6 +298,8 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
                     batches[-len(new) :], parts, len(batches) - len(new)
                 ):
                     selection.add_answer(prompt, token_ids[length:])
+                # The main process removes the parts after the last round.
+                state.wait_for_everyone()
                 selection.add_turn(selection.turn + 1)
     if state.is_main_process:
         metadata = {
