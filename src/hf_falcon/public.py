@@ -9,6 +9,7 @@ from . import (
     chains,
     cost_files,
     layer_outputs,
+    lookup,
     quantised_targets,
     sampling,
     static_trees,
@@ -28,11 +29,14 @@ from .cpu.compiling import compile_rounds, compiled_rounds, uncompile_rounds
 from .cpu.packing import pack_weights, packed_weights, unpack_weights
 from .drafters import falcon_files
 from .drafters.auto import AutoDrafter
+from .drafters.language_model import CausalLMDrafter
+from .drafters.lookup_drafter import LookupDrafter
 from .pipelines import install_in_pipelines
 from .static_trees import StaticTree, static_paths
 
 __all__ = [
     "AutoDrafter",
+    "CausalLMDrafter",
     "DraftHead",
     "DraftModel",
     "DraftOptions",
@@ -46,6 +50,7 @@ __all__ = [
     "FalconDraftConfig",
     "FalconDraftModel",
     "FalconGenerateOutput",
+    "LookupDrafter",
     "StaticTree",
     "attach",
     "compile_rounds",
@@ -71,6 +76,7 @@ for part in (
     chains,
     cost_files,
     layer_outputs,
+    lookup,
     quantised_targets,
     sampling,
     static_trees,
