@@ -5,8 +5,9 @@ rounds differently from forwards over one token, because kernels add in another 
 
 - attention. Here it adds in float64. The order then changes a sum by some 1e-16 of its size, which the rounding to 16
   bits removes. No mask, no place in the cache and no number of rows matters any more.
-- products of a single row, in oneDNN: a single row is added up in blocks of 512 inputs, and several rows in blocks of
-  1,024. Here a single row runs as two, which takes as long.
+- products of few rows. oneDNN adds up a single row in blocks of 512 inputs, and several rows in blocks of 1,024; and
+  torch computes very small products itself. Here few rows are filled up to a number from which on nothing changes,
+  mostly two, which takes as long.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ from .grouped_attention import OTHER_ARGUMENTS, grouped_sdpa
 
 # A forward of more tokens than these is a prompt's, which plain and assisted decoding run alike.
 _MOST_ROWS = 256
+# Numbers of rows that are compared, and outputs of the weight that it is done with: more change no order.
+_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 24, 32, 48, 64)
+_MOST_OUTPUTS = 512
 # An attribute of masks: their forms in float64 for groups of heads, by the size of the group.
 _FORMS = "_hf_falcon_wide"
 _lock = threading.Lock()
@@ -39,24 +43,27 @@ _users: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDiction
 _modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-class PairedForward:
+class FilledForward:
     """
-    The forward of a linear layer that runs a single row as two. A copy of the layer has the layer's own forward.
+    The forward of a linear layer that fills up few rows. A copy of the layer has the layer's own forward.
 
     Args:
         linear (`torch.nn.Linear`): the layer, packed or not.
+        least_rows (`int`): the number of rows that fewer are filled up to.
     """
 
-    def __init__(self, linear: nn.Linear):
-        self._linear = linear
+    def __init__(self, linear: nn.Linear, least_rows: int):
+        self._linear, self._least_rows = linear, least_rows
 
     def __call__(self, input: Tensor) -> Tensor:
         linear = self._linear
         forward: Callable[[Tensor], Tensor] = partial(type(linear).forward, linear)
-        if input.numel() != linear.in_features:
+        rows = input.numel() // linear.in_features
+        if rows >= self._least_rows:
             return forward(input)
-        row = input.reshape(1, -1)
-        return forward(torch.cat((row, row)))[:1].view(*input.shape[:-1], -1)
+        flat = input.reshape(rows, -1)
+        filled = torch.cat((flat, flat[:1].expand(self._least_rows - rows, -1)))
+        return forward(filled)[:rows].view(*input.shape[:-1], -1)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy has no attributes yet when this is called for it.
@@ -102,22 +109,28 @@ def is_row_invariant(target: PreTrainedModel) -> bool:
 
 
 @cache
-def depends_on_rows(in_features: int, dtype: torch.dtype) -> bool:
+def least_rows(in_features: int, out_features: int, dtype: torch.dtype) -> int:
     """
-    Whether the product of a row with a weight depends on how many rows run together: measured on sums that nearly
-    cancel, where another order of adding shows in most values.
+    From how many rows on the product of a row with a weight does not depend on their number. It is measured, on sums
+    that nearly cancel, where another order shows in most values; 1 if no number will do.
     """
     generator = torch.Generator().manual_seed(0)
     half = in_features // 2
     order = torch.randperm(half, generator=generator)
     parts = []
-    for sign, count in ((-1, 8), (1, 64)):
+    for sign, count in ((-1, _SIZES[-1]), (1, min(out_features, _MOST_OUTPUTS))):
         part = torch.randn(count, in_features, generator=generator)
         part[:, half : 2 * half] = sign * part[:, order]
         parts.append(part.to(dtype))
     rows, weight = parts
-    single = torch.cat([F.linear(row, weight) for row in rows.split(1)])
-    return not torch.equal(single, F.linear(rows, weight))
+    products = [F.linear(rows[:size], weight) for size in _SIZES]
+    # From the largest number down, as long as the first rows have the same products.
+    least = _SIZES[-1]
+    for size, product in zip(reversed(_SIZES), reversed(products)):
+        if not torch.equal(product, products[-1][:size]):
+            break
+        least = size
+    return least if least < _SIZES[-1] else 1
 
 
 def row_invariant_sdpa(
@@ -195,8 +208,11 @@ def _enter(target: PreTrainedModel) -> None:
             raise ValueError('Another library has replaced transformers\' "sdpa" attention: `row_invariant` needs it.')
         for module in target.modules():
             _modules.add(module)
-            if _suits(module) and depends_on_rows(module.in_features, module.weight.dtype):
-                vars(module)["forward"] = PairedForward(module)
+            if not isinstance(module, nn.Linear) or "forward" in vars(module):
+                continue
+            least = least_rows(module.in_features, module.out_features, module.weight.dtype)
+            if least > 1:
+                vars(module)["forward"] = FilledForward(module, least)
 
 
 def _leave(target: PreTrainedModel) -> None:
@@ -207,11 +223,7 @@ def _leave(target: PreTrainedModel) -> None:
         del _users[target]
         for module in target.modules():
             _modules.discard(module)
-            if isinstance(vars(module).get("forward"), PairedForward):
+            if isinstance(vars(module).get("forward"), FilledForward):
                 del vars(module)["forward"]
         if not _users:
             replace_sdpa(row_invariant_sdpa, sdpa_attention_forward)
-
-
-def _suits(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear) and "forward" not in vars(module)
