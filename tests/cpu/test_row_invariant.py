@@ -4,14 +4,19 @@
 import copy
 import io
 import threading
+from contextlib import ExitStack
 
 import pytest
 import torch
+from counting_compiler import Backend, compiled_by
 from tiny_models import new_target, prompt, random_tokens, tiny_drafter
 from transformers import AttentionInterface
 
 import hf_falcon
 from hf_falcon.bench.exactness import exactness
+from hf_falcon.cpu.backend import CpuBackend
+from hf_falcon.cpu.packed_layouts import has_bfloat16_products
+from hf_falcon.cpu.packing import PackedLinear
 from hf_falcon.cpu.row_invariant import FilledForward, least_rows, row_invariant_sdpa
 from hf_falcon.private_names import sdpa_attention_forward
 
@@ -91,14 +96,32 @@ def test_batches(name):
     assert found.draft_statistics is not None and found.sequences.tolist() == plain.sequences.tolist()
 
 
-def test_packed_weights():
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+@pytest.mark.parametrize("packs_first", [False, True])
+def test_packed_weights(packs_first):
+    if not has_bfloat16_products():
         pytest.skip("this processor packs no bfloat16")
     target, ids = low("llama", **LARGE), prompt(70)
-    with hf_falcon.packed_weights(target), hf_falcon.row_invariant(target):
+    contexts = [hf_falcon.row_invariant(target), hf_falcon.packed_weights(target)]
+    with ExitStack() as stack:
+        for context in reversed(contexts) if packs_first else contexts:
+            stack.enter_context(context)
+        assert all(type(layer.mlp.down_proj) is PackedLinear for layer in target.model.layers)
         plain, found = generate(target, ids), generate(target, ids, tiny_drafter(target))
+        duplicate = copy.deepcopy(target)
     assert not any(differing(plain, found))
-    assert not hf_falcon.cpu.packing.is_packed(target)
+    assert all(type(module) is type(mine) for module, mine in zip(duplicate.modules(), target.modules()))
+    assert not any("forward" in vars(module) for module in (*duplicate.modules(), *target.modules()))
+
+
+def test_compiled_rounds_do_not_run():
+    target, ids = low("llama", **LARGE), prompt(20)
+    backend = Backend()
+    with hf_falcon.compiled_rounds(target, (1, 4, 13), compiled_by(backend)):
+        with hf_falcon.row_invariant(target):
+            plain, found = generate(target, ids), generate(target, ids, tiny_drafter(target))
+            assert CpuBackend().for_target(target, False, False).compiled is None
+        assert CpuBackend().for_target(target, False, False).compiled is not None
+    assert not any(differing(plain, found))
 
 
 def test_attention_does_not_depend_on_other_rows():

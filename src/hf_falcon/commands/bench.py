@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +19,7 @@ from ..bench import report
 from ..bench.decision import DecisionModel
 from ..bench.medusa import MedusaLikeModel
 from ..bench.memory import drafter_bytes, weight_bytes
-from ..bench.methods import FALCON, METHODS, OTHER_SAMPLES, Models, resolve
+from ..bench.methods import COMPILED, FALCON, METHODS, OTHER_SAMPLES, Models, resolve
 from ..bench.metrics import PLAIN, summarise
 from ..bench.operations import RoundOperations
 from ..bench.prompts import HUB_DATA, read_turns
@@ -28,6 +29,7 @@ from ..bench.traces import TRACES_NAME, TraceFile
 from ..checkpoint_files import weights_fingerprint
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
+from ..cpu.row_invariant import row_invariant
 from ..training.token_file import write_atomically
 from .main import installed_version
 from .models import (
@@ -97,6 +99,10 @@ class BenchArguments:
     max_turns: int | None = field(default=None, metadata={"help": "Turns of a prompt, from the first."})
     temperature: float = field(default=0.0, metadata={"help": "0 is greedy decoding."})
     repeats: int = field(default=1, metadata={"help": "Timed runs of each answer; the median counts."})
+    row_invariant: bool = field(
+        default=False,
+        metadata={"help": "Decode where rows do not depend on their number: in 16 bits, on a CPU, all are identical."},
+    )
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
     output: str = field(default="bench", metadata={"help": "Folder of the traces and the report."})
@@ -131,7 +137,10 @@ class BenchArguments:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the benchmark. In float32, returns 1 if the tokens of any method differ from plain decoding's."""
+    """
+    Runs the benchmark. In float32, or with `--row_invariant`, returns 1 if the tokens of any method differ from plain
+    decoding's.
+    """
     parser = CommandParser(BenchArguments, prog="hf-falcon bench", description=__doc__)
     arguments = BenchArguments(**vars(parser.parse_args(argv)))
     data = {
@@ -143,16 +152,21 @@ def main(argv: list[str]) -> int:
     models, tokenizer = _load(arguments, dtype, device)
     models.longest_context = longest_context(tokenizer, data, arguments.max_new_tokens)
     methods, absent = resolve(arguments.method_names, models)
+    if arguments.row_invariant:
+        absent |= {name: "compiled rounds do not run inside `row_invariant`" for name in COMPILED if name in methods}
+        methods = {name: each for name, each in methods.items() if name not in COMPILED}
     for name, why in absent.items():
         print(f"`{name}` is left out: {why}.")
 
-    exact = dtype == torch.float32
+    exact = dtype == torch.float32 or arguments.row_invariant
     settings: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
     if settings["do_sample"]:
         settings["temperature"] = arguments.temperature
     environment = _environment(models, dtype)
     measured = {**environment, **settings, "repeats": arguments.repeats, "prompts": _digest(data)}
     measured["draft_options"] = {name: asdict(_options(drafter)) for name, drafter in models.drafters.items()}
+    if arguments.row_invariant:
+        environment["row_invariant"] = measured["row_invariant"] = True
     if models.decision is not None:
         measured["decision"] = asdict(models.decision)
     if "eagle_like" in methods and "eagle_like" not in models.drafters:
@@ -168,7 +182,8 @@ def main(argv: list[str]) -> int:
     if wanted <= file.traces.keys():
         print(f"All answers were measured before: delete {Path(arguments.output) / TRACES_NAME} to measure it again.")
     benchmark = Benchmark(models.target, tokenizer, methods, settings, arguments.repeats)
-    benchmark.run(data, file)
+    with row_invariant(models.target) if arguments.row_invariant else nullcontext():
+        benchmark.run(data, file)
 
     traces = [trace for key, trace in file.traces.items() if key in wanted]
     rows = summarise(traces, exact, OTHER_SAMPLES if settings["do_sample"] else ())

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -29,6 +29,7 @@ from ..core.target_parts import decoder_of
 from ..private_names import replace_sdpa, sdpa_attention_forward
 from .grouped_attention import OTHER_ARGUMENTS, grouped_sdpa
 
+_DTYPES = (torch.bfloat16, torch.float16)
 # A forward of more tokens than these is a prompt's, which plain and assisted decoding run alike.
 _MOST_ROWS = 256
 # Numbers of rows that are compared, and outputs of the weight that it is done with: more change no order.
@@ -84,7 +85,7 @@ def row_invariant(target: PreTrainedModel) -> Iterator[None]:
 
     Both run with other kernels than outside, so the tokens of plain decoding inside and outside may differ at
     near-ties. All threads that use the target take part. In float32 nothing changes. Compiled rounds do not run.
-    Pack the target before, if it is to be packed. `hf-falcon doctor --exactness` shows what differs, by module.
+    `hf-falcon doctor --exactness` shows what differs, by module.
 
     Args:
         target ([`PreTrainedModel`]): a target on the CPU with "sdpa" attention.
@@ -92,15 +93,38 @@ def row_invariant(target: PreTrainedModel) -> Iterator[None]:
     Raises:
         `ValueError`: if the target is elsewhere, or has another attention.
     """
-    if decoder_of(target).dtype not in (torch.bfloat16, torch.float16):
+    if decoder_of(target).dtype not in _DTYPES:
         yield
         return
-    _check(target)
+    if (reason := unsupported_reason(target)) is not None:
+        raise ValueError(reason)
     _enter(target)
     try:
         yield
     finally:
         _leave(target)
+
+
+def row_invariant_if_possible(target: Any) -> AbstractContextManager[None]:
+    """[`row_invariant`] for targets that it supports; nothing for others."""
+    return nullcontext() if unsupported_reason(target) is not None else row_invariant(target)
+
+
+def unsupported_reason(target: Any) -> str | None:
+    """Why [`row_invariant`] does not support a target, and the remedy; `None` if it does."""
+    name = type(target).__name__
+    if not isinstance(target, PreTrainedModel):
+        return f"{name} is no transformers model: give the model whose `generate` is called."
+    elsewhere = {parameter.device.type for parameter in target.parameters()} - {"cpu"}
+    if elsewhere:
+        return f"{name} has weights on {sorted(elsewhere)}: `row_invariant` is for the CPU, move it there."
+    attention = attention_implementation(target.config.get_text_config(decoder=True))
+    if attention != "sdpa":
+        return (
+            f"{name} has {attention!r} attention, which `row_invariant` does not know: load it with "
+            '`attn_implementation="sdpa"`, if it supports that.'
+        )
+    return None
 
 
 def is_row_invariant(target: PreTrainedModel) -> bool:
@@ -181,19 +205,6 @@ def _form(mask: Tensor, group: int) -> Tensor:
         forms[group] = wide.repeat(1, 1, group, 1)
         setattr(mask, _FORMS, forms)
     return forms[group]
-
-
-def _check(target: PreTrainedModel) -> None:
-    name = type(target).__name__
-    elsewhere = {parameter.device.type for parameter in target.parameters()} - {"cpu"}
-    if elsewhere:
-        raise ValueError(f"{name} has weights on {sorted(elsewhere)}: `row_invariant` is for the CPU, move it there.")
-    attention = attention_implementation(target.config.get_text_config(decoder=True))
-    if attention != "sdpa":
-        raise ValueError(
-            f"{name} has {attention!r} attention, which `row_invariant` does not know: load it with "
-            '`attn_implementation="sdpa"`, if it supports that.'
-        )
 
 
 def _enter(target: PreTrainedModel) -> None:
