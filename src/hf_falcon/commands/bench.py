@@ -165,8 +165,10 @@ def main(argv: list[str]) -> int:
     environment = _environment(models, dtype)
     measured = {**environment, **settings, "repeats": arguments.repeats, "prompts": _digest(data)}
     measured["draft_options"] = {name: asdict(_options(drafter)) for name, drafter in models.drafters.items()}
+    # Traces of before have no such setting, which is `None`.
+    measured["row_invariant"] = arguments.row_invariant or None
     if arguments.row_invariant:
-        environment["row_invariant"] = measured["row_invariant"] = True
+        environment["row_invariant"] = True
     if models.decision is not None:
         measured["decision"] = asdict(models.decision)
     if "eagle_like" in methods and "eagle_like" not in models.drafters:

@@ -24,7 +24,7 @@ from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..checkpoint_files import read_json
 from ..core.drafter import DraftModel
-from ..cpu.row_invariant import row_invariant
+from ..cpu.row_invariant import row_invariant, unsupported_reason
 from ..training.provenance import PROVENANCE_NAME
 from ..training.token_file import chat_template_sha256
 from .adapt import REPORT_NAME
@@ -346,7 +346,7 @@ def show_exactness(arguments: DoctorArguments) -> int:
     target, tokenizer = load_target(arguments.target, dtype, device)
     input_ids = encode(tokenizer, PROMPTS["code"][0], device)["input_ids"]
     compared = {"as it is": compare_forwards(target, input_ids)}
-    if device.type == "cpu" and dtype != torch.float32:
+    if dtype != torch.float32 and unsupported_reason(target) is None:
         with row_invariant(target):
             compared["inside row_invariant"] = compare_forwards(target, input_ids)
     names = {"target": target.name_or_path, "dtype": str(dtype).removeprefix("torch.")}

@@ -7,7 +7,7 @@ rounds differently from forwards over one token, because kernels add in another 
   bits removes. No mask, no place in the cache and no number of rows matters any more.
 - products of few rows. oneDNN adds up a single row in blocks of 512 inputs, and several rows in blocks of 1,024; and
   torch computes very small products itself. Here few rows are filled up to a number from which on nothing changes,
-  mostly two, which takes as long.
+  mostly two, which takes as long. Other devices choose kernels by shape, so few rows are filled up to one shape there.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache, partial
 from typing import Any
 
@@ -30,6 +30,8 @@ from ..private_names import replace_sdpa, sdpa_attention_forward
 from .grouped_attention import OTHER_ARGUMENTS, grouped_sdpa
 
 _DTYPES = (torch.bfloat16, torch.float16)
+# Rows that few rows are filled up to on devices other than a CPU: of larger trees, rows depend on their number.
+_ROWS_ON_DEVICES = 64
 # A forward of more tokens than these is a prompt's, which plain and assisted decoding run alike.
 _MOST_ROWS = 256
 # Numbers of rows that are compared, and outputs of the weight that it is done with: more change no order.
@@ -87,11 +89,14 @@ def row_invariant(target: PreTrainedModel) -> Iterator[None]:
     near-ties. All threads that use the target take part. In float32 nothing changes. Compiled rounds do not run.
     `hf-falcon doctor --exactness` shows what differs, by module.
 
+    On devices other than a CPU every product of up to 64 rows has one shape: a round may have 64 tokens of all rows
+    of a batch together. That was tried on a simulated device only.
+
     Args:
-        target ([`PreTrainedModel`]): a target on the CPU with "sdpa" attention.
+        target ([`PreTrainedModel`]): a target with "sdpa" attention, on a device with float64.
 
     Raises:
-        `ValueError`: if the target is elsewhere, or has another attention.
+        `ValueError`: if the target is on a device without float64, or has another attention.
     """
     if decoder_of(target).dtype not in _DTYPES:
         yield
@@ -105,19 +110,13 @@ def row_invariant(target: PreTrainedModel) -> Iterator[None]:
         _leave(target)
 
 
-def row_invariant_if_possible(target: Any) -> AbstractContextManager[None]:
-    """[`row_invariant`] for targets that it supports; nothing for others."""
-    return nullcontext() if unsupported_reason(target) is not None else row_invariant(target)
-
-
 def unsupported_reason(target: Any) -> str | None:
     """Why [`row_invariant`] does not support a target, and the remedy; `None` if it does."""
     name = type(target).__name__
     if not isinstance(target, PreTrainedModel):
         return f"{name} is no transformers model: give the model whose `generate` is called."
-    elsewhere = {parameter.device.type for parameter in target.parameters()} - {"cpu"}
-    if elsewhere:
-        return f"{name} has weights on {sorted(elsewhere)}: `row_invariant` is for the CPU, move it there."
+    if any(parameter.device.type in ("meta", "mps") for parameter in target.parameters()):
+        return f"{name} is on {target.device.type!r}, which has no float64: `row_invariant` needs it, so move it."
     attention = attention_implementation(target.config.get_text_config(decoder=True))
     if attention != "sdpa":
         return (
@@ -199,7 +198,7 @@ def _form(mask: Tensor, group: int) -> Tensor:
     forms: dict[int, Tensor] = getattr(mask, _FORMS, {})
     if group not in forms:
         if mask.dtype == torch.bool:
-            wide = torch.zeros(mask.shape, dtype=torch.float64).masked_fill_(~mask, torch.finfo(torch.float64).min)
+            wide = torch.zeros_like(mask, dtype=torch.float64).masked_fill_(~mask, torch.finfo(torch.float64).min)
         else:
             wide = mask.double()
         forms[group] = wide.repeat(1, 1, group, 1)
@@ -221,7 +220,9 @@ def _enter(target: PreTrainedModel) -> None:
             _modules.add(module)
             if not isinstance(module, nn.Linear) or "forward" in vars(module):
                 continue
-            least = least_rows(module.in_features, module.out_features, module.weight.dtype)
+            least = _ROWS_ON_DEVICES
+            if module.weight.device.type == "cpu":
+                least = least_rows(module.in_features, module.out_features, module.weight.dtype)
             if least > 1:
                 vars(module)["forward"] = FilledForward(module, least)
 
