@@ -9,6 +9,7 @@ from . import (
     chains,
     cost_files,
     layer_outputs,
+    lookup,
     quantised_targets,
     sampling,
     static_trees,
@@ -29,11 +30,14 @@ from .cpu.packing import pack_weights, packed_weights, unpack_weights
 from .cpu.row_invariant import row_invariant
 from .drafters import falcon_files
 from .drafters.auto import AutoDrafter
+from .drafters.language_model import CausalLMDrafter
+from .drafters.lookup_drafter import LookupDrafter
 from .pipelines import install_in_pipelines
 from .static_trees import StaticTree, static_paths
 
 __all__ = [
     "AutoDrafter",
+    "CausalLMDrafter",
     "DraftHead",
     "DraftModel",
     "DraftOptions",
@@ -47,6 +51,7 @@ __all__ = [
     "FalconDraftConfig",
     "FalconDraftModel",
     "FalconGenerateOutput",
+    "LookupDrafter",
     "StaticTree",
     "attach",
     "compile_rounds",
@@ -73,6 +78,7 @@ for part in (
     chains,
     cost_files,
     layer_outputs,
+    lookup,
     quantised_targets,
     sampling,
     static_trees,

@@ -23,7 +23,7 @@ from ..training.prepare import PrepareArguments, prepare
 from ..training.token_file import TokenFile, write_atomically
 from ..training.trainer import DraftSamples, FalconTrainer, FalconTrainingArguments
 from .card import write_card
-from .models import fastest_dtype, load_drafter, load_target, resolve_device
+from .models import fastest_dtype, load_network, load_target, resolve_device
 from .run_arguments import CommandParser
 
 TOKENS_NAME = "tokens.safetensors"
@@ -201,7 +201,7 @@ def main(argv: list[str]) -> int:
     set_seed(arguments.seed)
     device = resolve_device(arguments.device)
     target, tokenizer = load_target(arguments.target, device=device)
-    drafter = load_drafter(arguments.drafter, torch.float32, device)
+    drafter = load_network(arguments.drafter, torch.float32, device)
     report = adapt(target, tokenizer, drafter, arguments)
     before, after = report["before"], report.get("after")
     if after is None:

@@ -72,7 +72,12 @@ class BenchArguments:
         default_factory=list,
         metadata={"help": "NAME=FOLDER: further drafters; each is a method of that name.", "action": "extend"},
     )
-    draft_model: str | None = field(default=None, metadata={"help": "Smaller language model, for `draft_model`."})
+    draft_model: str | None = field(
+        default=None,
+        metadata={
+            "help": "Smaller language model: `draft_model` is our loop with it, `assisted` is transformers' own."
+        },
+    )
     decision: str | None = field(
         default=None, metadata={"help": "File of examples/decision_model.py, for `falcon_classifier`."}
     )

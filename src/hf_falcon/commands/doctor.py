@@ -29,7 +29,7 @@ from ..training.provenance import PROVENANCE_NAME
 from ..training.token_file import chat_template_sha256
 from .adapt import REPORT_NAME
 from .card import final_tau, read_card, tau_of
-from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype, shipped_drafter
+from .models import encode, load_network, load_target, resolve_device, resolve_dtype, shipped_drafter
 from .run_arguments import CommandParser, at_least
 
 # Everyday prompts by kind. None is of MT-bench, HumanEval or GSM8K.
@@ -377,7 +377,7 @@ def main(argv: list[str]) -> int:
     device = resolve_device(arguments.device)
     dtype = resolve_dtype(arguments.dtype, device)
     target, tokenizer = load_target(arguments.target, dtype, device)
-    drafter = load_drafter(arguments.drafter, dtype, device)
+    drafter = load_network(arguments.drafter, dtype, device)
     provenance = provenance_of(name)
     all_texts = [text for each in texts.values() for text in each]
     templates, is_other = templates_to_try(tokenizer, drafter, provenance, arguments.chat_template, all_texts, device)

@@ -44,7 +44,7 @@ class EvaluateArguments:
     > Parameters that control the drafting, in place of the drafter's own
 
     The result depends on the drafter and not on the machine: by default it drafts a tree of one size every round, and
-    prompt lookup is off.
+    prompt lookup is off, unless the drafter is "lookup".
 
     Args:
         num_assistant_tokens, num_draft_passes, draft_top_k, draft_width, draft_tree, assistant_confidence_threshold,
@@ -74,7 +74,9 @@ class EvaluateArguments:
     num_assistant_tokens_schedule: str = field(
         default="constant", metadata={"help": "'constant', or 'heuristic': the size that pays on this machine."}
     )
-    prompt_lookup_num_tokens: int = field(default=0, metadata={"help": "Tokens of prompt lookup, at most; 0 is off."})
+    prompt_lookup_num_tokens: int | None = field(
+        default=None, metadata={"help": "Tokens of prompt lookup, at most; by default 0, which is off."}
+    )
     context_bonuses: list[float] | None = field(
         default=None, metadata={"help": "Bonuses on the logits of tokens that the text repeats; 0 is off."}
     )
@@ -167,6 +169,8 @@ def main(argv: list[str]) -> int:
     dtype = resolve_dtype(arguments.dtype, device)
     target, tokenizer = load_target(arguments.target, dtype, device)
     drafter = load_drafter(arguments.drafter, dtype, device)
+    if arguments.prompt_lookup_num_tokens is None and drafter.max_draft_passes != 0:
+        arguments.prompt_lookup_num_tokens = 0
     for option in fields(DraftOptions):
         # Some options are not arguments: `verification` has no meaning in greedy decoding.
         value = getattr(arguments, option.name, None)

@@ -16,6 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer,
 from ..core.draft_statistics import DraftStatistics
 from ..cpu.compiling import compile_rounds
 from ..cpu.packing import pack_weights
+from ..drafters.lookup_drafter import file_tokens
+from ..lookup import LookupMemory
 from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
 from .run_arguments import CommandParser, at_least
 
@@ -29,7 +31,10 @@ class ModelArguments:
     )
     drafter: str | None = field(
         default=None,
-        metadata={"help": "Drafter, from the Hub or a folder. By default the one for SmolLM2-135M-Instruct."},
+        metadata={
+            "help": "Drafter, from the Hub or a folder; `lookup` is prompt lookup alone, for any target. By default "
+            "the one for SmolLM2-135M-Instruct."
+        },
     )
     plain: bool = field(default=False, metadata={"help": "Decode without the drafter."})
     dtype: str = field(
@@ -114,6 +119,14 @@ class GenerateArguments(DecodingArguments):
     """Arguments of `hf-falcon generate`; `help` describes each."""
 
     prompt: str = field(default="", metadata={"help": "Text to answer or continue; read from stdin if left out."})
+    lookup_text: list[str] = field(
+        default_factory=list, metadata={"help": "Text files whose words are drafted where the answer repeats them."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lookup_text and self.plain:
+            raise ValueError("`lookup_text` is for drafts, and with `plain` there are none: leave one of the two out.")
 
 
 class _Writer(TextStreamer):
@@ -222,6 +235,11 @@ def main(argv: list[str]) -> int:
     if not prompt.strip():
         raise ValueError("`prompt` is empty: give `--prompt TEXT`, or a text on stdin.")
     target, tokenizer, drafter = arguments.load()
+    texts = [tokens for file in arguments.lookup_text if (tokens := file_tokens(file, tokenizer))]
+    if drafter is not None and texts:
+        drafter.lookup_memory = LookupMemory(sum(map(len, texts)))
+        for tokens in texts:
+            drafter.lookup_memory.add(tokens)
     reply = Reply(target, drafter, tokenizer, show)
     inputs, status, stopped = encode(tokenizer, prompt, target.device), 0, ""
     try:

@@ -26,11 +26,14 @@ from ..core.drafter import FalconDraftModel
 from ..drafters.auto import drafter_class
 from ..drafters.checkpoints import read_fields
 from ..drafters.files import pinned, stored_tensors
+from ..drafters.language_model import CausalLMDrafter
+from ..drafters.lookup_drafter import LOOKUP
 from .card import read_card, tau_of
 from .run_arguments import CommandParser
 
 # The methods' names, by `speculators_model_type`.
 _METHODS = {"eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
+_LANGUAGE_MODEL = "language model"
 _LAYOUTS = {"hf_falcon": "", "original": ", original layout", "speculators": ", layout of the package speculators"}
 # Of each tensor of a checkpoint its dtype, in the words of safetensors, and its shape.
 Headers = dict[str, tuple[str, tuple[int, ...]]]
@@ -73,7 +76,9 @@ def describe(repository: str, revision: str | None = None) -> dict[str, Any]:
             card = read_card(Path(HfApi().hf_hub_download(repository, "README.md", revision=commit)))
         except EntryNotFoundError:
             card = None
-    if issubclass(kind, FalconDraftModel):
+    if issubclass(kind, CausalLMDrafter):
+        about = _of_language_model(fields, _headers(repository, _weight_files(sizes), commit))
+    elif issubclass(kind, FalconDraftModel):
         about = _of_falcon(FalconDraftConfig.from_pretrained(repository, revision=revision))
     else:
         about = _of_another(kind, fields, _headers(repository, _weight_files(sizes), commit))
@@ -98,6 +103,20 @@ def _of_falcon(config: FalconDraftConfig) -> dict[str, Any]:
         "draft_vocab_size": config.draft_vocab_size,
         "feature_layers": config.feature_layers,
         "parameters": parameters,
+    }
+
+
+def _of_language_model(fields: dict[str, Any], headers: Headers) -> dict[str, Any]:
+    return {
+        "method": _LANGUAGE_MODEL,
+        "layout": "hf_falcon",
+        "target": None,
+        "target_model_type": None,
+        "k": 1,
+        "vocab_size": fields.get("vocab_size") or (fields.get("text_config") or {}).get("vocab_size") or 0,
+        "draft_vocab_size": None,
+        "feature_layers": [],
+        "parameters": sum(math.prod(shape) for _, shape in headers.values()) if headers else None,
     }
 
 
@@ -154,6 +173,10 @@ def main(argv: list[str]) -> int:
     found = vars(parser.parse_args(argv))
     repository = found.pop("repository")
     arguments = InfoArguments(**found)
+    if repository == LOOKUP:
+        raise ValueError(
+            '"lookup" is prompt lookup alone: it has no files, and is for any target. A folder is "./lookup".'
+        )
     info = describe(repository, arguments.revision)
     if arguments.json:
         print(json.dumps(info))
@@ -166,7 +189,7 @@ def main(argv: list[str]) -> int:
         "target": f"{info['target'] or 'not named'} ({info['target_model_type'] or 'of any kind'})",
         "k": f"{info['k']} (tokens that one pass drafts)",
         "vocabulary": f"drafts {drafted} of {info['vocab_size']:,} tokens",
-        "reads": _read(info["feature_layers"]),
+        "reads": "the text alone" if info["method"] == _LANGUAGE_MODEL else _read(info["feature_layers"]),
         "size": f"{size}{info['bytes'] / 1e6:,.1f} MB",
         "tau": tau,
         "license": info["license"] or "not in the card",

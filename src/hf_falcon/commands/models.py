@@ -129,8 +129,8 @@ def load_drafter(
 
     Args:
         name_or_path (`str`, *optional*):
-            A name on the Hub or a folder. By default the drafter of the demo target: in the source checkout the one in
-            `hub_cards`, elsewhere the published one.
+            A name on the Hub, a folder, or "lookup" for prompt lookup alone. By default the drafter of the demo
+            target: in the source checkout the one in `hub_cards`, elsewhere the published one.
         dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`):
             As in [`load_target`].
         device (`str` or `torch.device`, *optional*):
@@ -141,6 +141,29 @@ def load_drafter(
     with no_progress_bars(folder):
         drafter = AutoDrafter.from_pretrained(folder, dtype=resolve_dtype(dtype, device))
     return drafter.to(device)
+
+
+def load_network(
+    name_or_path: str | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+) -> DraftModel:
+    """
+    Loads a drafter whose network is measured or trained.
+
+    Args:
+        name_or_path, dtype, device: see [`load_drafter`].
+
+    Raises:
+        `ValueError`: if it has none.
+    """
+    drafter = load_drafter(name_or_path, dtype, device)
+    if drafter.max_draft_passes == 0:
+        raise ValueError(
+            f"`drafter` is {name_or_path!r}, which has no network to measure or to train: give a drafter with one, or "
+            "compare prompt lookup with others: `hf-falcon bench --methods plain,lookup`."
+        )
+    return drafter
 
 
 @contextmanager

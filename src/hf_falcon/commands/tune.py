@@ -15,7 +15,7 @@ from ..bench.tables import aligned
 from ..bench.tuning import fastest_count, picture, tune
 from ..cpu.packing import pack_weights
 from ..training.token_file import write_atomically
-from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
+from .models import encode, load_network, load_target, resolve_device, resolve_dtype
 from .run_arguments import CommandParser, at_least
 
 _PROMPTS = ["Why is the sky blue?", "Write a Python function that merges two sorted lists.", "What is 17 * 23 + 4?"]
@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
     device = resolve_device(arguments.device)
     dtype = resolve_dtype(arguments.dtype, device)
     target, tokenizer = load_target(arguments.target, dtype, device)
-    drafter = load_drafter(arguments.drafter, dtype, device)
+    drafter = load_network(arguments.drafter, dtype, device)
     if arguments.pack:
         pack_weights(target)
         pack_weights(drafter)
