@@ -27,6 +27,7 @@ from .core.tree import DraftTree, DynamicTree
 from .cpu import backend
 from .cpu.compiling import compile_rounds, compiled_rounds, uncompile_rounds
 from .cpu.packing import pack_weights, packed_weights, unpack_weights
+from .cpu.row_invariant import row_invariant
 from .drafters import falcon_files
 from .drafters.auto import AutoDrafter
 from .drafters.language_model import CausalLMDrafter
@@ -60,6 +61,7 @@ __all__ = [
     "enable",
     "pack_weights",
     "packed_weights",
+    "row_invariant",
     "static_paths",
     "uncompile_rounds",
     "unpack_weights",
