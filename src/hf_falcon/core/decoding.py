@@ -23,9 +23,9 @@ from .candidate_generator import FalconCandidateGenerator, limited_options
 from .costs import CostKey, costs_of
 from .draft_options import DraftOptions, set_by_call
 from .draft_session import weights_difference
-from .draft_statistics import FalconGenerateOutput, LayerOutputs, StatisticsRecorder
+from .draft_statistics import FalconGenerateOutput, StatisticsRecorder
 from .hook import is_user_defined, sample
-from .interfaces import Drafter, RowsDecoder, verification
+from .interfaces import CallObserver, Drafter, RowsDecoder, verification
 from .policy import AdaptivePolicy, DraftPolicy, PlainPolicy, acceptance_stats_of
 from .probe import CHAINS, PLAIN, TREES, Verdict, verdict_of_call
 from .target_parts import names_rows
@@ -73,6 +73,8 @@ def assisted_decoding(
     generation_config: GenerationConfig,
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
+    *,
+    observer: CallObserver,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """
@@ -83,6 +85,7 @@ def assisted_decoding(
         drafter ([`Drafter`]): the drafter.
         input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs:
             What `generate` prepared.
+        observer ([`CallObserver`]): sees the rounds.
 
     Returns:
         `torch.LongTensor` of shape `(batch, length)`, or a [`FalconGenerateOutput`] with
@@ -129,6 +132,7 @@ def assisted_decoding(
     batch = Batch(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     make_run = TargetRun if verdict.way == TREES else ChainRun
     run = make_run(target, input_ids, generation_config, model_kwargs, drafter.config.feature_layers)
+    run.observer = observer
     cache_is_returned = generation_config.return_dict_in_generate or is_user_defined(run.cache)
     try:
         statistics = decode_rows(run, batch, not cache_is_returned)
@@ -136,7 +140,7 @@ def assisted_decoding(
         run.finish()
         raise
     cache = run.finish(batch.input_ids if cache_is_returned else None)
-    return _output(batch, statistics, cache, generation_config, run.layer_outputs)
+    return _output(batch, statistics, cache, generation_config, run)
 
 
 def _decoder(
@@ -202,6 +206,7 @@ def decode(
                 if drafting:
                     row.generator.policy = policy
                 else:
+                    run.observer.start(row.sequence, prompts[row.place])
                     row.generator.start(*prompts[row.place], policy, row.sequence.is_late, run.prompt_embeds)
             # Nothing else keeps the prompt's features: a row drops them once it drafts.
             prompts, drafting = [], len(unfinished)
@@ -216,6 +221,7 @@ def decode(
         for row in unfinished:
             tree, (path, accepted) = trees[row.place], outcomes[row.place]
             found = features if len(cached) == 1 else features[row.place : row.place + 1]
+            run.observer.add_round(row.sequence, tree, path, found)
             found = found[:, to_device(path, features.device)]
             row.generator.update(tree, path, accepted, found, row.sequence.token_ids, watch, nodes)
             statistics.add_round(len(tree) - 1, accepted)
@@ -288,13 +294,15 @@ def _output(
     statistics: StatisticsRecorder,
     cache: Cache,
     generation_config: GenerationConfig,
-    layer_outputs: LayerOutputs,
+    run: TargetRun | ChainRun,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """What `generate` returns."""
     if not generation_config.return_dict_in_generate:
         return batch.input_ids
     # Calls for several rows do not ask for scores, logits or the outputs of layers.
-    first = batch.rows[0]
+    first, layer_outputs = batch.rows[0], run.layer_outputs
+    found = statistics.result(batch.new_tokens, first.near_ties)
+    found.learning = run.observer.learning()
     return FalconGenerateOutput(
         sequences=batch.input_ids,
         scores=first.scores,
@@ -302,5 +310,5 @@ def _output(
         attentions=layer_outputs.attentions,
         hidden_states=layer_outputs.hidden_states,
         past_key_values=cache,
-        draft_statistics=statistics.result(batch.new_tokens, first.near_ties),
+        draft_statistics=found,
     )

@@ -16,7 +16,7 @@ from .decoding import assisted_decoding
 from .draft_options import DraftOptions
 from .draft_session import BlockSession, TargetHead, check_embedding, check_target
 from .hook import install, keep_custom_fields, read_logits_to_keep
-from .interfaces import DrafterAcceleration, DraftSession, drafter_files
+from .interfaces import DrafterAcceleration, DraftSession, call_observer, drafter_files
 from .modeling_falcon_draft import FalconDraftNetwork
 
 # Newest positions of a prompt that the drafter reads: with these the shipped one accepts as much as with all of 1,000.
@@ -80,7 +80,8 @@ class DraftModel(PreTrainedModel):
             `torch.LongTensor` of shape `(batch, length)`, or a [`FalconGenerateOutput`] with
             `return_dict_in_generate=True`.
         """
-        return assisted_decoding(target, self, *args, **kwargs)
+        with call_observer(self, target) as observer:
+            return assisted_decoding(target, self, *args, observer=observer, **kwargs)
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
         """

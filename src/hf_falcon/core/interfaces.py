@@ -271,6 +271,52 @@ def drafter_acceleration(drafter: Drafter, target: PreTrainedModel) -> DrafterAc
     return DrafterAcceleration(drafter) if _backend is None else _backend.for_drafter(drafter, target)
 
 
+class CallObserver:
+    """
+    Sees what the target computes in one `generate` call, and changes nothing. This one does nothing. It is entered
+    before the call and left after it, also after an error.
+    """
+
+    def __enter__(self) -> CallObserver:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def start(self, sequence: Any, prompt: Any) -> None:
+        """
+        Args:
+            sequence ([`TokenSequence`]): a row of the call, which identifies it.
+            prompt ([`PromptFeatures`]): the features of its prompt.
+        """
+
+    def add_round(self, sequence: Any, tree: Any, path: Tensor, features: Tensor) -> None:
+        """
+        Args:
+            sequence ([`TokenSequence`]): the row.
+            tree ([`DraftTree`]): the tree that was verified.
+            path (`torch.LongTensor` of shape `(emitted,)`): its nodes that were right; see [`verify`].
+            features (`torch.Tensor` of shape `(1, nodes, ...)`): the target's features of all its nodes, or more.
+        """
+
+    def learning(self) -> dict[str, Any] | None:
+        """What [`DraftStatistics`] shows of a drafter that learns."""
+        return None
+
+
+_make_observer: Callable[[Any, PreTrainedModel], CallObserver] | None = None
+
+
+def register_observer(make: Callable[[Any, PreTrainedModel], CallObserver]) -> None:
+    """For every later call of this process `make(drafter, target)` is called."""
+    global _make_observer
+    _make_observer = make
+
+
+def call_observer(drafter: Any, target: PreTrainedModel) -> CallObserver:
+    """The observer of a call; see [`register_observer`]."""
+    return CallObserver() if _make_observer is None else _make_observer(drafter, target)
+
+
 class DrafterFiles:
     """
     How the files of a Falcon drafter are read and saved: as transformers does. So it is for code from the Hub, which

@@ -15,7 +15,7 @@ from .caches import Rewind, RowSlots, SlotLayer, adopt_layers, give_back
 from .costs import Costs
 from .draft_statistics import LayerOutputs
 from .hook import extend_model_kwargs, is_user_defined, prefill
-from .interfaces import target_acceleration
+from .interfaces import CallObserver, target_acceleration
 from .modeling_falcon_draft import additive_mask, hide_end
 from .target_parts import (
     CACHE_NAMES,
@@ -63,6 +63,7 @@ class TargetRun:
 
     # See [`ChainRun`].
     deferred = most_deferred = 0
+    observer = CallObserver()
 
     def __init__(
         self,
@@ -368,6 +369,7 @@ class ChainRun:
 
     # Tokens that may be deferred before they enter the cache.
     most_deferred = 16
+    observer = CallObserver()
 
     def __init__(
         self,
