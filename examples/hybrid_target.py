@@ -17,8 +17,8 @@ import torch
 from transformers import DynamicCache, FalconH1Config, FalconH1ForCausalLM, PreTrainedModel
 
 from hf_falcon.bench.prompts import read_turns
+from hf_falcon.chains import ChainRun
 from hf_falcon.commands.models import encode, load_drafter, load_target
-from hf_falcon.core.target_run import ChainRun
 from hf_falcon.core.tree import chain
 
 # The Mamba part of a small Falcon-H1.

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Only `core/hook.py` uses private names of transformers."""
+"""Of core and cpu, only `core/hook.py` uses private names of transformers."""
 
 import ast
 from pathlib import Path

@@ -22,6 +22,7 @@ SHIPPED = PACKAGE.parents[1] / "hub_cards"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 CORE_FILES_AT_MOST = 20
+USE_PRIVATE_NAMES = {CORE / "hook.py", PACKAGE / "private_names.py"}
 # Private names of transformers, and what replaces an attention function of all models.
 PRIVATE_NAMES = ["_assisted_decoding", "_validate_generation_mode", "_prefill", "_sample"]
 PRIVATE_NAMES += ["_get_default_generation_params", "_from_model_config", "_pad_token_tensor", "_is_user_defined"]
@@ -153,12 +154,12 @@ def identifiers(file: Path) -> set[str]:
 
 @pytest.mark.parametrize("name", PRIVATE_NAMES)
 def test_private_names_of_transformers_are_in_one_file(name):
-    assert {file for file in FILES if name in identifiers(file)} <= {CORE / "hook.py"}
+    assert {file for file in FILES if name in identifiers(file)} <= USE_PRIVATE_NAMES
 
 
-def test_sdpa_of_transformers_comes_by_way_of_the_hook():
+def test_sdpa_of_transformers_comes_by_way_of_one_file():
     module = "transformers.integrations.sdpa_attention"
-    assert {file for file in FILES if module in imported_names(file)} <= {CORE / "hook.py"}
+    assert {file for file in FILES if module in imported_names(file)} <= {PACKAGE / "private_names.py"}
 
 
 @pytest.fixture(scope="module")

@@ -3,21 +3,35 @@
 
 from transformers import AutoConfig, AutoModel
 
-from . import sampling
+from . import (
+    attaching,
+    batches,
+    chains,
+    cost_files,
+    layer_outputs,
+    quantised_targets,
+    sampling,
+    static_trees,
+    verdict_files,
+)
+from .attaching import attach, detach
 from .core.candidate_generator import FalconCandidateGenerator
 from .core.configuration_falcon_draft import FalconDraftConfig
 from .core.draft_options import DraftOptions
 from .core.draft_statistics import DraftStatistics, FalconGenerateOutput
 from .core.drafter import DraftModel, FalconDraftModel
-from .core.hook import attach, detach, disable, enable, install, register_loader
+from .core.hook import disable, enable, install
 from .core.interfaces import DraftedBlocks, Drafter, DraftHead, DraftSession
-from .core.tree import DraftTree, DynamicTree, StaticTree, static_paths
+from .core.tree import DraftTree, DynamicTree
 from .cpu import backend
 from .cpu.compiling import compile_rounds, compiled_rounds, uncompile_rounds
 from .cpu.packing import pack_weights, packed_weights, unpack_weights
 from .drafters import falcon_files
 from .drafters.auto import AutoDrafter
-from .pipelines import install_in_pipelines, load_by_name
+from .learning.learner import Learner, LearningStatistics
+from .learning.options import LearningOptions
+from .pipelines import install_in_pipelines
+from .static_trees import StaticTree, static_paths
 
 __all__ = [
     "AutoDrafter",
@@ -34,6 +48,9 @@ __all__ = [
     "FalconDraftConfig",
     "FalconDraftModel",
     "FalconGenerateOutput",
+    "Learner",
+    "LearningOptions",
+    "LearningStatistics",
     "StaticTree",
     "attach",
     "compile_rounds",
@@ -53,6 +70,16 @@ AutoModel.register(FalconDraftConfig, FalconDraftModel, exist_ok=True)
 install()
 backend.install()
 falcon_files.install()
-sampling.install()
+for part in (
+    attaching,
+    batches,
+    chains,
+    cost_files,
+    layer_outputs,
+    quantised_targets,
+    sampling,
+    static_trees,
+    verdict_files,
+):
+    part.install()
 install_in_pipelines()
-register_loader(load_by_name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,10 +30,11 @@ from .core.candidate_generator import ContextHead, FalconCandidateGenerator
 from .core.decoding import decode
 from .core.draft_options import DraftOptions
 from .core.draft_statistics import StatisticsRecorder
-from .core.interfaces import DraftedBlocks, Drafter, RowsDecoder, register_verification
+from .core.interfaces import DraftedBlocks, Drafter, RowsDecoder, register_part
 from .core.target_run import TargetRun
-from .core.tree import DraftTree, DynamicTree, StaticTree, to_device, validate_paths
+from .core.tree import DraftTree, DynamicTree, to_device
 from .core.verification import Batch, TokenSequence, verify, walk
+from .static_trees import validate_paths
 
 logger = logging.get_logger(__name__)
 
@@ -75,7 +77,7 @@ class SamplingCandidateGenerator(FalconCandidateGenerator):
         self._warpers = [each for each in processors if isinstance(each, _WARPERS)]
         super().__init__(drafter, target, options)
 
-    def _build_tree(self) -> StaticTree | DynamicTree:
+    def _build_tree(self) -> Any:
         tree = self.options.draft_tree
         paths = [] if isinstance(tree, str) else validate_paths(tree)
         known = set(paths)
@@ -305,8 +307,8 @@ def _subtree(tree: DraftTree, nodes: Tensor) -> DraftTree:
 
 def install() -> None:
     """Registers both for every later call of this process."""
-    register_verification("speculative", _speculative)
-    register_verification("multi_root", _multi_root)
+    register_part("speculative", _speculative)
+    register_part("multi_root", _multi_root)
 
 
 def _speculative(

@@ -9,9 +9,9 @@ from tiny_models import new_target, tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import TrainerCallback
 
 from hf_falcon import AutoDrafter
+from hf_falcon.checkpoint_files import weights_fingerprint
 from hf_falcon.commands import adapt as command
 from hf_falcon.commands import main as entry
-from hf_falcon.core.checkpoint_files import weights_fingerprint
 from hf_falcon.drafters.eagle3 import Eagle3DraftModel
 from hf_falcon.drafters.eagle3_config import Eagle3DraftConfig
 

@@ -9,10 +9,9 @@ from eagle3_models import REFERENCES, new_eagle3, reference_target, write_origin
 from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import GenerationConfig
 
-from hf_falcon import AutoDrafter
+from hf_falcon import AutoDrafter, cost_files
 from hf_falcon.bench import tuning
 from hf_falcon.commands import tune
-from hf_falcon.core import costs
 from hf_falcon.core.costs import CostKey
 from hf_falcon.core.draft_options import DraftOptions
 
@@ -58,7 +57,7 @@ def test_tune_command(tmp_path, monkeypatch, capsys):
         assert list(found["seconds_by_threads"])[0] == str(torch.get_num_threads()) and " threads: " in printed
     assert found["draft_calibration"] and DraftOptions.from_generation_config(kept).draft_calibration
     # The next call of `generate` reads these times.
-    assert costs.load(target, CostKey.of(target, 20, 5)) == {int(n): s for n, s in found["seconds"].items()}
+    assert cost_files.load(target, CostKey.of(target, 20, 5)) == {int(n): s for n, s in found["seconds"].items()}
 
 
 def test_tune_of_an_eagle3_drafter(tmp_path, monkeypatch):

@@ -18,7 +18,8 @@ from transformers import (
 )
 from transformers.generation.streamers import BaseStreamer
 
-from hf_falcon.core.verification import StepNoise, TokenSequence
+from hf_falcon.batches import StepNoise
+from hf_falcon.core.verification import TokenSequence
 
 LENGTHS = (5, 11, 1, 8)
 NEW_TOKENS = 30
@@ -217,7 +218,7 @@ def test_a_streamer_gets_whole_steps(way, assisted):
 
 def test_rows_do_not_get_too_far_ahead_of_their_noise(assisted, monkeypatch):
     most = 3
-    monkeypatch.setattr("hf_falcon.core.verification._MOST_STEPS_AHEAD", most)
+    monkeypatch.setattr("hf_falcon.batches._MOST_STEPS_AHEAD", most)
     kept = []
     draw = StepNoise.draw
 

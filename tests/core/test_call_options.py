@@ -11,7 +11,7 @@ from tiny_models import prompt, tiny_drafter, tiny_target
 from transformers import AutoModelForCausalLM, GenerationConfig, GenerationMixin, LlamaConfig, LlamaForCausalLM
 
 import hf_falcon
-from hf_falcon import DraftOptions, FalconDraftModel
+from hf_falcon import DraftOptions, FalconDraftModel, private_names
 from hf_falcon.core import hook
 from hf_falcon.core.draft_options import set_by_call
 
@@ -282,7 +282,7 @@ def test_names_with_a_substitute(monkeypatch):
     assert hook.is_user_defined(object()) is False
     assert hook.makes_own_cache(object()) is False
     assert hook.attention_implementation(object()) is None
-    assert hook.takes_static_cache(object()) is False
-    hook.leave_past_recording(object())
-    assert not hook.replace_sdpa(None, print)
-    assert not hook.replace_sdpa(print, print)
+    assert private_names.takes_static_cache(object()) is False
+    private_names.leave_past_recording(object())
+    assert not private_names.replace_sdpa(None, print)
+    assert not private_names.replace_sdpa(print, print)

@@ -14,9 +14,9 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_falcon import FalconDraftConfig, FalconDraftModel
+from hf_falcon.chains import ChainRun, Rewind
 from hf_falcon.core import decoding
-from hf_falcon.core.caches import Rewind, RowSlots
-from hf_falcon.core.target_run import ChainRun
+from hf_falcon.core.caches import RowSlots
 from hf_falcon.core.tree import DraftTree, ancestor_mask, chain
 
 # Linear attention, convolutions, both kinds of layer in one, Mamba 2, states that are no cache of transformers, caches
@@ -53,7 +53,7 @@ def runs(monkeypatch):
             self.rounds.append((self.deferred, len(trees[0])))
             return super().score(trees, texts)
 
-    monkeypatch.setattr(decoding, "ChainRun", Recorded)
+    monkeypatch.setattr(decoding, "part", lambda name: Recorded)
     return made
 
 

@@ -6,7 +6,7 @@ from tiny_models import HIDDEN, VOCAB, new_target
 from transformers import AutoConfig, LlamaConfig
 
 from hf_falcon import FalconDraftConfig
-from hf_falcon.core.checkpoint_files import embedding_fingerprint
+from hf_falcon.checkpoint_files import embedding_fingerprint
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from tiny_models import prompt, tiny_drafter, tiny_target
 from utilities import peak_memory
 
+from hf_falcon import cost_files
 from hf_falcon.core import costs
 from hf_falcon.core.costs import CostKey
 
@@ -28,8 +29,8 @@ def key(tmp_path, monkeypatch):
 @pytest.fixture
 def file(key):
     """The file of a call's costs, and the one file in its folder."""
-    costs.save(tiny_target("llama"), key, {0: 1.0, NODES: 1.5})
-    [file] = (costs.cache_folder() / "costs").iterdir()
+    cost_files.save(tiny_target("llama"), key, {0: 1.0, NODES: 1.5})
+    [file] = (cost_files.cache_folder() / "costs").iterdir()
     return file
 
 
@@ -70,7 +71,7 @@ def kept(**seconds) -> bytes:
 )
 def test_whatever_is_in_it(key, file, content):
     file.write_bytes(content)
-    assert costs.load(tiny_target("llama"), key) is None
+    assert cost_files.load(tiny_target("llama"), key) is None
     before = peak_memory()
     generates()
     assert peak_memory() - before < 2**28
@@ -94,7 +95,7 @@ KEPT = st.dictionaries(SIZES, NUMBERS | st.lists(NUMBERS), max_size=8) | st.dict
 def test_mutations(key, file, nothing_learnt, seconds, noise, place):
     whole = json.dumps({"seconds": seconds}).encode()
     file.write_bytes(whole[:place] + noise + whole[place:])
-    found = costs.load(tiny_target("llama"), key)
+    found = cost_files.load(tiny_target("llama"), key)
     if found is not None:
         assert all(0 <= size <= NODES for size in found)
         assert costs.Costs(found).target(NODES)
@@ -114,9 +115,9 @@ def test_what_is_no_file(key, file):
         file.unlink() if file.is_symlink() or not file.is_dir() else file.rmdir()
         make()
         is_folder = file.is_dir()
-        assert costs.load(tiny_target("llama"), key) is None
-        costs.save(tiny_target("llama"), key, {0: 1.0})
-        assert costs.load(tiny_target("llama"), key) == (None if is_folder else {0: 1.0})
+        assert cost_files.load(tiny_target("llama"), key) is None
+        cost_files.save(tiny_target("llama"), key, {0: 1.0})
+        assert cost_files.load(tiny_target("llama"), key) == (None if is_folder else {0: 1.0})
         assert not elsewhere.exists() and os.listdir(file.parent) == [file.name]
 
 
@@ -127,24 +128,24 @@ def test_nothing_can_be_written(key, monkeypatch, error):
     def fail(*args, **kwargs):
         raise error
 
-    for owner, name in ((costs.tempfile, "mkdtemp"), (Path, "write_text"), (os, "replace")):
+    for owner, name in ((cost_files.tempfile, "mkdtemp"), (Path, "write_text"), (os, "replace")):
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail)
-            costs.save(tiny_target("llama"), key, {0: 1.0})
-        folder = costs.cache_folder() / "costs"
-        assert costs.load(tiny_target("llama"), key) is None and os.listdir(folder) == []
-    shutil.rmtree(costs.cache_folder())
+            cost_files.save(tiny_target("llama"), key, {0: 1.0})
+        folder = cost_files.cache_folder() / "costs"
+        assert cost_files.load(tiny_target("llama"), key) is None and os.listdir(folder) == []
+    shutil.rmtree(cost_files.cache_folder())
     generates()
 
 
 def test_two_processes_write_at_once(key):
     """Each reader sees one of the two, whole."""
     target, curves = tiny_target("llama"), [{0: 1.0, NODES: 1.5}, {0: 2.0, 3: 2.5, NODES: 4.0}]
-    costs.save(target, key, curves[0])
+    cost_files.save(target, key, curves[0])
     with ThreadPoolExecutor(4) as threads:
-        writers = [threads.submit(costs.save, target, key, curves[n % 2]) for n in range(60)]
-        found = [costs.load(target, key) for _ in range(60)]
+        writers = [threads.submit(cost_files.save, target, key, curves[n % 2]) for n in range(60)]
+        found = [cost_files.load(target, key) for _ in range(60)]
         for each in writers:
             each.result()
     assert all(each in curves for each in found)
-    assert len(os.listdir(costs.cache_folder() / "costs")) == 1
+    assert len(os.listdir(cost_files.cache_folder() / "costs")) == 1

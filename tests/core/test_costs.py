@@ -5,9 +5,10 @@ import pytest
 from oracle import FreeDrafting
 from tiny_models import TARGETS, prompt, tiny_drafter, tiny_target
 
+from hf_falcon import cost_files
 from hf_falcon.core import costs
 from hf_falcon.core.costs import CostKey, Costs
-from hf_falcon.core.probe import verdict_of_prompt
+from hf_falcon.verdicts import verdict_of_prompt
 
 
 def timed(prior, *rounds, sizes=(), plain=1.0) -> Costs:
@@ -126,32 +127,32 @@ def test_kept_on_disk(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path / "own"))
     target, other = tiny_target("llama"), tiny_target("qwen2")
     seconds = {0: 0.5, 8: 1.25}
-    assert costs.load(target, cost_key(target)) is None
-    costs.save(target, cost_key(target), seconds)
-    assert costs.load(target, cost_key(target)) == seconds
-    assert costs.load(target, cost_key(target, context=2048)) == seconds
+    assert cost_files.load(target, cost_key(target)) is None
+    cost_files.save(target, cost_key(target), seconds)
+    assert cost_files.load(target, cost_key(target)) == seconds
+    assert cost_files.load(target, cost_key(target, context=2048)) == seconds
     for key in (cost_key(target, context=2049), cost_key(target, max_nodes=9)):
-        assert costs.load(target, key) is None
-    assert costs.load(other, cost_key(other)) is None
+        assert cost_files.load(target, key) is None
+    assert cost_files.load(other, cost_key(other)) is None
     [file] = (tmp_path / "own" / "costs").iterdir()
     for broken in ("", "{}", "[1]", '{"seconds": {"0": "x"}}', '{"seconds": {"1": 1.0}}', '{"seconds": {"0": -1}}'):
         file.write_text(broken)
-        assert costs.load(target, cost_key(target)) is None
+        assert cost_files.load(target, cost_key(target)) is None
 
 
 def test_no_place_to_keep_them(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path / "file"))
     target = tiny_target("llama")
-    costs.save(target, cost_key(target), {0: 1.0})
-    assert costs.load(target, cost_key(target)) is None
+    cost_files.save(target, cost_key(target), {0: 1.0})
+    assert cost_files.load(target, cost_key(target)) is None
 
 
 def test_what_tune_measured_is_the_prior(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
     target = TARGETS["llama"]()
     key, known = CostKey.of(target, 5, 6), {}
-    costs.save(target, key, {0: 1.0, 6: 7.0})
+    cost_files.save(target, key, {0: 1.0, 6: 7.0})
     found = costs.costs_of(target, key, known)
     assert found.target(6) == [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0] and known == {key: found}
     assert costs.costs_of(target, key, known) is found

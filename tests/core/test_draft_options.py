@@ -9,7 +9,8 @@ from tiny_models import new_drafter, random_tokens, tiny_target
 from transformers import GenerationConfig
 
 from hf_falcon import DraftOptions, FalconCandidateGenerator
-from hf_falcon.core.tree import DynamicTree, StaticTree, static_paths
+from hf_falcon.core.tree import DynamicTree
+from hf_falcon.static_trees import StaticTree, static_paths
 
 COUNTS = ("num_assistant_tokens", "num_draft_passes", "draft_top_k", "draft_width")
 

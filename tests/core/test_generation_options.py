@@ -22,7 +22,8 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_falcon import FalconGenerateOutput
 from hf_falcon.core import probe
-from hf_falcon.core.probe import CHAINS, PLAIN, verdict_of_prompt
+from hf_falcon.core.probe import CHAINS, PLAIN
+from hf_falcon.verdicts import verdict_of_prompt
 
 # Full attention, a window, both of them in one model, and positions that are learnt.
 SOME = ("llama", "mistral-window", "gemma2", "qwen2-mixed", "gpt2")

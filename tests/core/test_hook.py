@@ -15,7 +15,7 @@ from tiny_models import TARGETS, hooks_of, prompt, tiny_drafter, tiny_target
 from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM
 
 import hf_falcon
-from hf_falcon import FalconCandidateGenerator, FalconGenerateOutput
+from hf_falcon import FalconCandidateGenerator, FalconGenerateOutput, attaching
 
 PACKAGE = Path(hf_falcon.__file__).parent
 ASSISTANTS = ("language model", "prompt lookup")
@@ -111,7 +111,7 @@ def test_two_copies_of_the_code_wrap_once(first, second_copy, monkeypatch):
         hf_falcon.disable()
         monkeypatch.setattr(GenerationMixin, "_falcon_hook_is_disabled", False)
     model_class = second_copy("drafter").FalconDraftModel
-    config = second_copy("configuration_falcon_draft").FalconDraftConfig.from_target(target, intermediate_size=48)
+    config = second_copy("configuration_falcon_draft").FalconDraftConfig(**ours.config.to_diff_dict())
     theirs = model_class(config).eval()
     hf_falcon.enable()
     assert GenerationMixin._assisted_decoding.__wrapped__ is stock
@@ -139,12 +139,12 @@ def test_copies_share_what_is_disabled_and_how_names_load(second_copy, monkeypat
     # The copy from the Hub wraps; the loader is the package's.
     theirs.enable()
     assert GenerationMixin._assisted_decoding.__globals__ is vars(theirs)
-    assert theirs._loaders is hf_falcon.core.hook._loaders
+    assert theirs._finders is hf_falcon.core.hook._finders
     drafter = tiny_drafter(target)
-    monkeypatch.setattr(theirs, "_loaders", [lambda name, dtype: names.append(name) or drafter])
+    monkeypatch.setattr(attaching, "_loaders", [lambda name, dtype: names.append(name) or drafter])
     output = generate(target, ids, assistant_model="user/drafter", return_dict_in_generate=True)
     assert has_statistics(output) and names == ["user/drafter"]
-    monkeypatch.setattr(theirs, "_loaders", [])
+    monkeypatch.setattr(theirs, "_finders", [])
     with pytest.raises(ValueError, match="pip install hf-falcon"):
         generate(tiny_target("llama"), ids, assistant_model="user/drafter")
     theirs.disable()

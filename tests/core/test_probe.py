@@ -14,10 +14,11 @@ from torch.distributed.tensor import DeviceMesh, distribute_tensor
 from transformers import DynamicCache, MixtralConfig, MixtralForCausalLM
 
 import hf_falcon
+from hf_falcon.checkpoint_files import weights_fingerprint
 from hf_falcon.core import probe
-from hf_falcon.core.checkpoint_files import weights_fingerprint
-from hf_falcon.core.probe import CHAINS, PLAIN, TREES, verdict_of_prompt
+from hf_falcon.core.probe import CHAINS, PLAIN, TREES
 from hf_falcon.core.target_parts import depth_boundaries, depth_left
+from hf_falcon.verdicts import verdict_of_prompt
 
 
 def generate(target, ids, **kwargs):
@@ -267,7 +268,7 @@ def test_a_resized_target_with_an_attached_drafter(warnings_given, caplog):
     expected = generate(target, prompt(9), assistant_model=None)
     for _ in range(2):
         assert generate(target, prompt(9)).sequences.tolist() == expected.sequences.tolist()
-    [warning] = [each.getMessage() for each in caplog.records if each.name == "hf_falcon.core.hook"]
+    [warning] = [each.getMessage() for each in caplog.records if each.name == "hf_falcon.attaching"]
     assert "The attached drafter is not used" in warning and "has 70" in warning
     with pytest.raises(ValueError, match="but the target has 70"):
         generate(target, prompt(9), assistant_model=drafter)

@@ -13,8 +13,7 @@ from toy_drafter import BigramConfig, BigramDrafter, toy_drafter
 from transformers import GenerationConfig
 
 import hf_falcon
-from hf_falcon import AutoDrafter, DraftModel, DraftOptions, FalconCandidateGenerator, StaticTree
-from hf_falcon.core import hook
+from hf_falcon import AutoDrafter, DraftModel, DraftOptions, FalconCandidateGenerator, StaticTree, attaching
 from hf_falcon.core.interfaces import DrafterAcceleration
 from hf_falcon.cpu.backend import CpuBackend
 
@@ -297,8 +296,8 @@ def test_a_drafter_of_an_own_class_is_saved_and_loaded(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match=r"\['BigramDrafter'\], which is no drafter of a known method"):
         AutoDrafter.from_pretrained(tmp_path)
     # By name, with a loader for it.
-    monkeypatch.setattr(hook, "_loaders", [*hook._loaders])
-    hook.register_loader(lambda name, dtype: BigramDrafter.from_pretrained(name, dtype=dtype))
+    monkeypatch.setattr(attaching, "_loaders", [*attaching._loaders])
+    attaching.register_loader(lambda name, dtype: BigramDrafter.from_pretrained(name, dtype=dtype))
     output = generate(target, prompt(9), str(tmp_path))
     assert output.sequences.tolist() == generate(target, prompt(9)).sequences.tolist()
     assert output.draft_statistics.drafted_tokens > 0

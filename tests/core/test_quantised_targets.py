@@ -20,8 +20,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 import hf_falcon
+from hf_falcon.checkpoint_files import embedding_fingerprint, weights_fingerprint
 from hf_falcon.core import draft_session
-from hf_falcon.core.checkpoint_files import embedding_fingerprint, weights_fingerprint
 from hf_falcon.core.draft_session import TargetHead
 from hf_falcon.cpu import skinny_gemm
 

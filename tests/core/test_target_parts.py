@@ -9,8 +9,10 @@ from tiny_models import VOCAB, new_drafter, new_target, random_tokens
 from utilities import close
 
 from hf_falcon import FalconCandidateGenerator
+from hf_falcon.checkpoint_files import was_trained_for
 from hf_falcon.core import decoding, draft_session
-from hf_falcon.core.draft_session import TargetHead, was_trained_for
+from hf_falcon.core.draft_session import TargetHead
+from hf_falcon.drafters import falcon_files
 from hf_falcon.training.features import target_features
 
 
@@ -69,7 +71,7 @@ def test_other_weights_warn_once_and_work(target, caplog):
 def test_weights_are_compared_once(target, monkeypatch):
     """It takes as long as a tenth of a step of a small target."""
     drafter, compared = new_drafter(target), []
-    monkeypatch.setattr(decoding, "weights_difference", lambda *models: compared.append(models))
+    monkeypatch.setattr(falcon_files, "weights_difference", lambda *models: compared.append(models))
     for _ in range(2):
         target.generate(random_tokens(1, 6), assistant_model=drafter, max_new_tokens=4, do_sample=False)
     assert compared == [(drafter, target)]

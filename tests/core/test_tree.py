@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_falcon import DraftTree, DynamicTree, StaticTree, static_paths
-from hf_falcon.core.tree import ancestor_mask, single_node, validate_paths
+from hf_falcon.core.tree import ancestor_mask, single_node
+from hf_falcon.static_trees import validate_paths
 
 ROOT = torch.tensor([7])
 VOCAB = 1000

@@ -9,7 +9,7 @@ from tiny_models import prompt, tiny_drafter, tiny_target
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 import hf_falcon
-from hf_falcon.core.hook import sdpa_attention_forward
+from hf_falcon.private_names import sdpa_attention_forward
 
 SOURCE = Path(hf_falcon.__file__).parent.parent
 

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 import hf_falcon
-from hf_falcon.core.checkpoint_files import weights_fingerprint
-from hf_falcon.core.draft_session import TargetHead, was_trained_for
+from hf_falcon.checkpoint_files import was_trained_for, weights_fingerprint
+from hf_falcon.core.draft_session import TargetHead
 from hf_falcon.cpu.packed_layouts import BlockLayout, OneDnnLayout, PackedWeight, blocks_pay, layout_of
 from hf_falcon.cpu.packing import PackedLinear, is_packed
 

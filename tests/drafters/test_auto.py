@@ -203,7 +203,7 @@ def test_a_saved_drafter_can_be_changed_and_pushed(saved, tmp_path):
 def test_methods_are_imported_when_they_are_asked_for():
     code = "import sys, hf_falcon; found = [name for name in sys.modules if 'hf_falcon.drafters' in name]; "
     code += "assert {name.rpartition('.')[2] for name in found} == "
-    code += "{'drafters', 'auto', 'checkpoints', 'falcon_files', 'files'}, found; "
+    code += "{'drafters', 'auto', 'checkpoints', 'falcon_files', 'files', 'target_sizes'}, found; "
     code += "assert not any(name.startswith('transformers.models.llama.modeling') for name in sys.modules)"
     environment = {"PYTHONPATH": PACKAGES, "PATH": os.environ["PATH"]}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=environment)

@@ -135,6 +135,7 @@ def cost_caches() -> Kind:
     from hypothesis import strategies as st
     from tiny_models import new_target, prompt, tiny_drafter
 
+    from hf_falcon import cost_files
     from hf_falcon.core import costs, policy
 
     target, ids = new_target("llama"), prompt(12)
@@ -148,7 +149,7 @@ def cost_caches() -> Kind:
         found = plain(target, ids, assistant_model=drafter, max_new_tokens=tokens)
         assert found[0] == expected[0][: ids.shape[1] + tokens], "The output is not that of plain decoding."
 
-    costs.save(target, costs.CostKey.of(target, 12, 9), {0: 1.0, 9: 1.5})
+    cost_files.save(target, costs.CostKey.of(target, 12, 9), {0: 1.0, 9: 1.5})
     decode(100)
     (kept,) = Path(os.environ["HF_FALCON_CACHE"]).rglob("*.json")
     original = json.loads(kept.read_bytes())

@@ -20,7 +20,7 @@ from transformers import TrainerCallback, TrainerState, modeling_utils
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_falcon import FalconDraftModel
-from hf_falcon.core.checkpoint_files import weights_fingerprint
+from hf_falcon.checkpoint_files import weights_fingerprint
 from hf_falcon.training.csgd import (
     draft_loss,
 )

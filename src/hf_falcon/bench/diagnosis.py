@@ -17,14 +17,15 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from ..checkpoint_files import embedding_fingerprint, weights_fingerprint
 from ..core.candidate_generator import FalconCandidateGenerator
-from ..core.checkpoint_files import embedding_fingerprint, weights_fingerprint
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
 from ..core.modeling_falcon_draft import FalconDraftNetwork
 from ..core.policy import acceptance_stats_of
-from ..core.probe import CHAINS, PLAIN, verdict_of_prompt
+from ..core.probe import CHAINS, PLAIN
 from ..core.target_parts import FeatureTap
+from ..verdicts import verdict_of_prompt
 from .acceptance import Acceptance, FirstChoices, Inputs, Text, decode, first_choices
 
 # A difference counts from two standard errors on: by chance, one comparison of twenty is further from 0.

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from ..core.checkpoint_files import embedding_fingerprint, weights_fingerprint
+from ..checkpoint_files import embedding_fingerprint, weights_fingerprint
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import DraftModel, FalconDraftModel
 from .medusa import MedusaLikeModel

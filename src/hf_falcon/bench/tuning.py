@@ -15,15 +15,18 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import DynamicCache, PreTrainedModel
 
+from ..chains import ChainRun
 from ..core.candidate_generator import FalconCandidateGenerator, limited_options
-from ..core.costs import CostKey, Costs, Stopwatch, save
+from ..core.costs import CostKey, Costs, Stopwatch
 from ..core.draft_options import DraftOptions
 from ..core.interfaces import Drafter, target_acceleration
 from ..core.policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, acceptance_stats_of
-from ..core.probe import TREES, verdict_of_prompt
+from ..core.probe import TREES
 from ..core.target_parts import FeatureTap
-from ..core.target_run import ChainRun, TargetRun
+from ..core.target_run import TargetRun
 from ..core.tree import Branches, chain
+from ..cost_files import save
+from ..verdicts import verdict_of_prompt
 
 # Draft nodes at which the target is timed; between them its time is interpolated.
 _SIZES = (0, 1, 3, 5, 7, 11, 15, 23, 31, 47, 63, 95, 127)

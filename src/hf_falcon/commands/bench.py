@@ -25,7 +25,7 @@ from ..bench.prompts import HUB_DATA, read_turns
 from ..bench.runner import Benchmark, longest_context
 from ..bench.scaled import SHAPES, scaled_drafter, scaled_target
 from ..bench.traces import TRACES_NAME, TraceFile
-from ..core.checkpoint_files import weights_fingerprint
+from ..checkpoint_files import weights_fingerprint
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
 from ..training.token_file import write_atomically

@@ -13,7 +13,7 @@ from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from ..core.checkpoint_files import printable
+from ..checkpoint_files import printable
 from ..core.configuration_falcon_draft import FalconDraftConfig
 
 TEMPLATE_NAME = "model_card.md.jinja"

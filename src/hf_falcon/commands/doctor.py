@@ -18,7 +18,7 @@ from transformers.utils import cached_file
 from ..bench.diagnosis import Case, Diagnosis, Inputs, Reference, Template, diagnose
 from ..bench.prompts import read_turns
 from ..bench.tables import aligned
-from ..core.checkpoint_files import read_json
+from ..checkpoint_files import read_json
 from ..core.drafter import DraftModel
 from ..training.provenance import PROVENANCE_NAME
 from ..training.token_file import chat_template_sha256

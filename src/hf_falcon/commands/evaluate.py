@@ -16,7 +16,7 @@ from ..bench.divergence import first_divergence
 from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..core.draft_options import DraftOptions
-from ..core.probe import verdict_of_prompt
+from ..verdicts import verdict_of_prompt
 from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
 from .run_arguments import CommandParser, at_least
 

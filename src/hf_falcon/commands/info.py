@@ -20,7 +20,7 @@ from huggingface_hub.errors import EntryNotFoundError
 from transformers import initialization as init
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
-from ..core.checkpoint_files import printable
+from ..checkpoint_files import printable
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import FalconDraftModel
 from ..drafters.auto import drafter_class

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
-from ..core.hook import attach
+from ..attaching import attach
 from .generate import ModelArguments
 from .models import TARGET_NAME
 from .run_arguments import CommandParser

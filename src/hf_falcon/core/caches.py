@@ -8,17 +8,15 @@ prompt's slots are those that its forward filled. Each row then goes on by itsel
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
-from .hook import leave_past_recording
 from .tree import to_device
 
 # Spare slots of a buffer that grows: this many, or this share of the slots in use. Growing copies the buffer, which
@@ -359,7 +357,7 @@ class SlotLayer(DynamicLayer):
 
 
 # By exact type: a subclass may keep more than keys and values.
-_ROW_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+ROW_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 
 
 def adopt_layers(cache: Cache, slots: RowSlots, window: int | None, is_static: bool = False) -> list[SlotLayer]:
@@ -378,7 +376,7 @@ def adopt_layers(cache: Cache, slots: RowSlots, window: int | None, is_static: b
     """
     found = []
     for place, layer in enumerate(cache.layers):
-        if type(layer) in _ROW_LAYERS and layer.is_initialized and layer.get_seq_length() > 0:
+        if type(layer) in ROW_LAYERS and layer.is_initialized and layer.get_seq_length() > 0:
             found.append(SlotLayer(layer, slots, window, is_static))
             cache.layers[place] = found[-1]
     return found
@@ -387,105 +385,3 @@ def adopt_layers(cache: Cache, slots: RowSlots, window: int | None, is_static: b
 def give_back(cache: Cache) -> None:
     """Undoes [`adopt_layers`]; see [`SlotLayer.give_back`]."""
     cache.layers = [layer.give_back() if isinstance(layer, SlotLayer) else layer for layer in cache.layers]
-
-
-class Rewind:
-    """
-    Takes a cache back to where it was before a forward over a chain.
-
-    If every layer can drop its last tokens, rejected tokens are dropped. A recurrent state has no slots: then
-    everything goes back, and the tokens that belong in the cache must run again.
-
-    Args:
-        cache: a cache after its prompt: a [`DynamicCache`], or what a model uses in its place.
-        slots ([`RowSlots`]): the slots of its layers of keys and values, which this object advances.
-    """
-
-    def __init__(self, cache: Any, slots: RowSlots):
-        self.cache = cache
-        self._slots = slots
-        self._has_layers = type(cache) is DynamicCache
-        # The layers that are not in slots.
-        self._others: list[Any] = []
-        if self._has_layers:
-            # The cache's own layers know their window.
-            adopt_layers(cache, slots, None)
-            self._others = [layer for layer in cache.layers if not isinstance(layer, SlotLayer)]
-        # Whether rejected tokens can be dropped.
-        self.drops_tokens = self._has_layers and all(_drops_tokens(layer) for layer in self._others)
-        if self.drops_tokens:
-            # Convolutions then keep the inputs of a forward until they are cropped.
-            for layer in self._others:
-                if hasattr(layer, "activate_past_recording"):
-                    layer.activate_past_recording()
-                    layer.crop(0)
-        self._saved: Any = None
-
-    def mark(self) -> None:
-        """Marks the place to go back to. Each forward that may be undone needs its mark."""
-        if not self._has_layers:
-            self._saved = copy.deepcopy(self.cache)
-        else:
-            self._saved = [_state(layer, self.drops_tokens) for layer in self._others]
-
-    def undo(self) -> None:
-        """Undoes all since the mark, also a forward that broke off; nothing without one."""
-        saved, self._saved = self._saved, None
-        if saved is None:
-            return
-        if isinstance(self.cache, list):
-            self.cache[:] = saved
-        elif not self._has_layers:
-            # The caller may hold this cache.
-            vars(self.cache).update(vars(saved))
-        else:
-            for layer, state in zip(self._others, saved):
-                vars(layer).update(state)
-
-    def keep(self, added: int, kept: int) -> bool:
-        """
-        Keeps the first `kept` of the `added` tokens of the forward since the mark.
-
-        Returns:
-            `bool`: whether they are in the cache now; otherwise it is as at the mark.
-        """
-        if self.drops_tokens:
-            for layer in self._others:
-                # Layers without any tokens, such as cross-attention without an image, cannot be cropped.
-                if getattr(layer, "is_initialized", True):
-                    layer.crop(kept - added)
-        elif kept < added:
-            self.undo()
-            return False
-        self._saved = None
-        self._slots.advance([kept])
-        return True
-
-    def finish(self) -> None:
-        """Gives the cache its own layers back."""
-        if isinstance(self.cache, Cache):
-            give_back(self.cache)
-        for layer in self._others:
-            leave_past_recording(layer)
-
-
-def _is_known(layer: Any) -> bool:
-    """Whether a forward replaces the keys and values of a layer, and changes nothing in them."""
-    # Layers that a model brings itself may do otherwise, and keep more than keys and values.
-    return type(layer).__module__ == Cache.__module__
-
-
-def _drops_tokens(layer: Any) -> bool:
-    # A layer with a window cannot bring back what a forward has moved out of it.
-    return _is_known(layer) and getattr(layer, "is_croppable", False) and not getattr(layer, "is_sliding", False)
-
-
-def _state(layer: Any, drops_tokens: bool) -> dict[str, Any]:
-    """What a layer holds, with copies of what a forward changes in place."""
-    state = {}
-    for name, value in vars(layer).items():
-        if drops_tokens or (_is_known(layer) and name in ("keys", "values")):
-            state[name] = dict(value) if isinstance(value, dict) else value
-        else:
-            state[name] = copy.deepcopy(value)
-    return state

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator
 
 from .costs import Stopwatch
-from .draft_options import MOST_CANDIDATES, MOST_ROWS_OF_A_PASS, DraftOptions, check_product
-from .interfaces import DraftedBlocks, Drafter, DraftHead, drafter_acceleration
+from .draft_options import DraftOptions
+from .interfaces import DraftedBlocks, Drafter, DraftHead, drafter_acceleration, needed_part
 from .policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, PlainPolicy, RoundOutcome, RoundTime
 from .target_parts import FeatureTap
 from .tree import (
@@ -28,10 +28,7 @@ from .tree import (
     DraftTree,
     DynamicRound,
     DynamicTree,
-    StaticRound,
-    StaticTree,
     collect,
-    static_paths,
     to_device,
 )
 
@@ -361,7 +358,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         self.complete(tree_round)
         return tree_round.finish(input_ids[0, -1:].cpu(), self._decision.size(tree_round.best()))
 
-    def draft(self, input_ids: Tensor, max_depth: int, rows: int = 1) -> StaticRound | DynamicRound:
+    def draft(self, input_ids: Tensor, max_depth: int, rows: int = 1) -> Any:
         """
         Starts the drafting of a round. The host does not wait for it.
 
@@ -403,7 +400,7 @@ class FalconCandidateGenerator(CandidateGenerator):
             self._uncommitted = [newest.clone()] if most else []
             self._first_position += waiting - most
 
-    def complete(self, tree_round: StaticRound | DynamicRound) -> None:
+    def complete(self, tree_round: Any) -> None:
         """
         Brings a round to the host, and adds the path of prompt lookup.
 
@@ -532,7 +529,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         """Token ids within the vocabulary: the placeholders of an image may have others."""
         return token_ids.clamp(0, self._vocab_size - 1)
 
-    def _draft_passes(self, tree_round: StaticRound | DynamicRound, drafted: DraftedBlocks | None) -> None:
+    def _draft_passes(self, tree_round: Any, drafted: DraftedBlocks | None) -> None:
         """Runs draft passes for as long as they pay, from the blocks on that come after the committed positions."""
         self.session.rewind()
         depth = 0
@@ -542,38 +539,16 @@ class FalconCandidateGenerator(CandidateGenerator):
             self._passes += 1
             drafted = self._grow(tree_round, states, depth)
 
-    def _build_tree(self) -> StaticTree | DynamicTree:
+    def _build_tree(self) -> Any:
         options = self.options
         nodes, depth = options.num_assistant_tokens, options.num_draft_passes * self._block_size
         children = min(options.draft_top_k, nodes, self.head.draft_vocab_size)
         if options.draft_tree == "dynamic":
             return DynamicTree(nodes, depth, children, options.draft_width)
-        if isinstance(options.draft_tree, str):
-            return self._static_tree(static_paths(nodes, depth, children))
-        tree = self._static_tree(options.draft_tree)
-        most = self.drafter.max_draft_passes
-        if most is not None and tree.max_depth > most * self._block_size:
-            raise ValueError(
-                f"`draft_tree` is {tree.max_depth} deep, but the drafter proposes {most * self._block_size} tokens a "
-                "round: use paths of at most that length."
-            )
-        if tree.max_children > self.head.draft_vocab_size:
-            raise ValueError(
-                f"`draft_tree` has child rank {tree.max_children - 1}, but the drafter knows "
-                f"{self.head.draft_vocab_size} tokens: use ranks below that."
-            )
-        return tree
+        make = needed_part("static_tree", "draft_tree", "set it to 'dynamic'")
+        return make(options, self.drafter, self.head.draft_vocab_size, (nodes, depth, children))
 
-    def _static_tree(self, paths: Iterable[Sequence[int]]) -> StaticTree:
-        tree = StaticTree(paths, self._device)
-        continued = [1, *(level.extended_ranks.shape[0] for level in tree.levels)]
-        rows = {"nodes with children in a level of `draft_tree`": max(continued), "`block_size`": self._block_size}
-        check_product("positions drafted in a pass", MOST_ROWS_OF_A_PASS, rows)
-        candidates = {"nodes with children of `draft_tree`": sum(continued), "largest rank": tree.max_children}
-        check_product("candidates of a round", MOST_CANDIDATES, candidates)
-        return tree
-
-    def _grow(self, tree_round: StaticRound | DynamicRound, states: Tensor, depth: int) -> DraftedBlocks | None:
+    def _grow(self, tree_round: Any, states: Tensor, depth: int) -> DraftedBlocks | None:
         """
         Grows the tree by the levels of one pass.
 
@@ -618,7 +593,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         continued = torch.stack(conditioned, dim=1) if conditional else states[blocks]
         return DraftedBlocks(blocks, self._latest[:, : self._block_size].flip(1), continued)
 
-    def _continues(self, branches: Branches, tree_round: StaticRound | DynamicRound) -> bool:
+    def _continues(self, branches: Branches, tree_round: Any) -> bool:
         """Whether a further pass is drafted."""
         if self._decision.passes is not None:
             return True

@@ -3,20 +3,12 @@
 
 from __future__ import annotations
 
-import copy
 from os import PathLike
 from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from .checkpoint_files import embedding_fingerprint, reading, weights_fingerprint
 from .interfaces import drafter_files
-
-# With the sizes of a large target, most of a drafter's weights would be in MLPs, and many of the rest in the
-# projections of keys and values.
-_WIDEST_DEFAULT_MLP = 2048
-
-_MOST_DEFAULT_KEY_VALUE_HEADS = 8
 
 
 class FalconDraftConfig(PreTrainedConfig):
@@ -178,7 +170,7 @@ class FalconDraftConfig(PreTrainedConfig):
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
         """See [`PreTrainedConfig.from_dict`]."""
-        with reading("config.json"):
+        with drafter_files().reading("config.json"):
             return super().from_dict(config_dict, **kwargs)
 
     @classmethod
@@ -198,72 +190,26 @@ class FalconDraftConfig(PreTrainedConfig):
         Returns:
             [`FalconDraftConfig`]: the configuration of a new, untrained drafter.
         """
-        config = target if isinstance(target, PreTrainedConfig) else target.config
-        text_config = config.get_text_config(decoder=True)
-        # Only sizes under Llama's names are copied. Targets with other names (GPT-2, OPT) get the usual sizes.
-        hidden_size = text_config.hidden_size
-        heads = _field(text_config, "num_attention_heads") or max(1, hidden_size // 64)
-        head_dim = _field(text_config, "head_dim")
-        if head_dim is None and hidden_size % heads != 0:
-            head_dim = 2 * max(1, hidden_size // heads // 2)
-        intermediate_size = _field(text_config, "intermediate_size")
-        if not isinstance(intermediate_size, int):
-            intermediate_size = 4 * hidden_size
-        kv_heads = _field(text_config, "num_key_value_heads") or heads
-        if kv_heads > _MOST_DEFAULT_KEY_VALUE_HEADS:
-            kv_heads = max(n for n in range(1, _MOST_DEFAULT_KEY_VALUE_HEADS + 1) if heads % n == 0)
-        logit_scale, logit_softcapping = logit_processing(config)
-        # XLNet's is -1: no limit.
-        longest = _field(text_config, "max_position_embeddings") or 0
-        fields: dict[str, Any] = {
-            "vocab_size": text_config.vocab_size,
-            "hidden_size": hidden_size,
-            "intermediate_size": min(intermediate_size, max(hidden_size, _WIDEST_DEFAULT_MLP)),
-            "num_attention_heads": heads,
-            "num_key_value_heads": kv_heads,
-            "head_dim": head_dim,
-            "rms_norm_eps": _field(text_config, "rms_norm_eps") or 1e-5,
-            "rope_theta": _rope_theta(text_config),
-            "max_position_embeddings": longest if longest > 0 else 2048,
-            "logit_scale": logit_scale,
-            "logit_softcapping": logit_softcapping,
-            **{
-                name: copy.copy(_field(text_config, name)) for name in ("bos_token_id", "eos_token_id", "pad_token_id")
-            },
-            "target_model_type": text_config.model_type,
-            "target_name_or_path": config.name_or_path or None,
-        }
-        if isinstance(target, PreTrainedModel):
-            fields["target_fingerprint"] = weights_fingerprint(target)
-            fields["target_embedding_fingerprint"] = embedding_fingerprint(target)
-        return cls(**{**fields, **overrides})
+        return cls(**{**drafter_files().fields_for(target), **overrides})
 
     def name_target(self, target: PreTrainedModel) -> None:
         """Takes the name and the fingerprints of `target`, which the drafter has been trained for."""
         self.target_name_or_path = target.name_or_path or None
-        self.target_fingerprint = weights_fingerprint(target)
-        self.target_embedding_fingerprint = embedding_fingerprint(target)
+        for name, value in drafter_files().fingerprints(target).items():
+            setattr(self, name, value)
 
 
 def logit_processing(config: PreTrainedConfig) -> tuple[float, float | None]:
     """The factor of a target's logits (Cohere's `logit_scale`, Granite's 1 / `logits_scaling`), and their soft cap."""
     text_config = config.get_text_config(decoder=True)
-    scaling = _field(text_config, "logits_scaling")
-    scale = 1.0 / scaling if scaling else _field(text_config, "logit_scale") or 1.0
-    return scale, _field(text_config, "final_logit_softcapping")
+    scaling = field_of(text_config, "logits_scaling")
+    scale = 1.0 / scaling if scaling else field_of(text_config, "logit_scale") or 1.0
+    return scale, field_of(text_config, "final_logit_softcapping")
 
 
-def _field(config: PreTrainedConfig, name: str) -> Any:
+def field_of(config: PreTrainedConfig, name: str) -> Any:
     """A field of a target's configuration; `None` if there is none, or one for each layer (Gemma 4)."""
     try:
         return getattr(config, name, None)
     except RuntimeError:
         return None
-
-
-def _rope_theta(text_config: PreTrainedConfig) -> float:
-    parameters = getattr(text_config, "rope_parameters", None) or {}
-    # Models with two kinds of layers keep one set of parameters for each.
-    by_layer_kind = parameters.get("full_attention")
-    theta = (by_layer_kind or parameters).get("rope_theta")
-    return float(theta if theta is not None else getattr(text_config, "rope_theta", None) or 10000.0)

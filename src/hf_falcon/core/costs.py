@@ -8,32 +8,20 @@ this process has learnt under like conditions, or what `hf-falcon tune` measured
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import math
-import os
 import statistics
-import tempfile
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from huggingface_hub import constants
 from transformers import PreTrainedModel
-from transformers import __version__ as transformers_version
-from transformers.utils import logging
 
-from .checkpoint_files import read_json, weights_fingerprint
 from .hook import attention_implementation
+from .interfaces import part
 
-logger = logging.get_logger(__name__)
-
-# Of a file of `tune`: its bytes, and the times of a forward that can have been measured.
-_LARGEST_FILE, _SECONDS = 2**16, (1e-9, 3600.0)
 # Timings that a median is of, timings that the prior counts for, and rounds after which a timing is forgotten: the
 # machine may be busier than it was, or less busy.
 _RECENT, _PRIOR, _ROUNDS_KEPT = 5, 1.0, 256
@@ -226,12 +214,6 @@ def _interpolate(place: float, places: Sequence[float], values: Sequence[float])
     return values[lower] + slope * (place - places[lower])
 
 
-def cache_folder() -> Path:
-    """Where costs that `tune` measured are kept: `HF_FALCON_CACHE`, or a folder in the Hub's own."""
-    given = os.environ.get("HF_FALCON_CACHE")
-    return Path(given) if given else Path(constants.HF_HOME) / "hf_falcon"
-
-
 class CostKey(NamedTuple):
     """
     What the times of a target depend on, beside the target itself. Contexts of like length share their times: up to
@@ -286,7 +268,8 @@ def costs_of(target: PreTrainedModel, key: CostKey, known: dict[CostKey, Costs])
         known (`dict[CostKey, Costs]`): costs that this process knows; new ones are added.
     """
     if key not in known:
-        measured = load(target, key)
+        read = part("prior")
+        measured = None if read is None else read(target, key)
         known[key] = Costs(default_prior(key) if measured is None else measured, key.compiled)
     return known[key]
 
@@ -304,42 +287,3 @@ def default_prior(key: CostKey) -> dict[int, float]:
         free, slope, first = 4, 1 / 32, 0.3 if key.dtype == "torch.float32" and rows == 1 else 0.0
     found = {nodes: 1.0 + first * (nodes > 0) + slope * max(0, rows * (nodes + 1) - free) for nodes in range(most + 1)}
     return found
-
-
-def load(target: PreTrainedModel, cost_key: CostKey) -> dict[int, float] | None:
-    """The times that are kept for a target, or `None`: also if the file holds anything that `save` does not write."""
-    try:
-        kept = read_json(_file(target, cost_key)[0], max_bytes=_LARGEST_FILE, max_depth=2)
-        seconds = {int(size): float(value) for size, value in kept["seconds"].items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
-    # The target will run with these sizes, and is asked for no larger ones.
-    are_sizes = 0 in seconds and all(0 <= size <= cost_key.max_nodes for size in seconds)
-    shortest, longest = _SECONDS
-    return seconds if are_sizes and all(shortest <= value <= longest for value in seconds.values()) else None
-
-
-def save(target: PreTrainedModel, cost_key: CostKey, seconds: dict[int, float]) -> None:
-    """Keeps times for a target. Where nothing can be written they are measured again next time."""
-    file, key = _file(target, cost_key)
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # Written in a folder of its own and renamed: no process reads half of it, and nothing is left of a failure.
-        with tempfile.TemporaryDirectory(dir=file.parent) as folder:
-            part = Path(folder, file.name)
-            part.write_text(json.dumps({**key, "seconds": seconds}, indent=2), encoding="utf-8")
-            os.replace(part, file)
-    except OSError as error:
-        logger.debug(f"Costs are not kept: {error}")
-
-
-def _file(target: PreTrainedModel, cost_key: CostKey) -> tuple[Path, dict[str, Any]]:
-    """The file of a target's times, and the key that it holds."""
-    key = {
-        **cost_key._asdict(),
-        "target": weights_fingerprint(target) or type(target).__name__,
-        "torch": str(torch.__version__),
-        "transformers": transformers_version,
-    }
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_folder() / "costs" / f"{digest}.json", key

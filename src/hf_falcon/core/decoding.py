@@ -22,14 +22,13 @@ from transformers.utils import logging
 from .candidate_generator import FalconCandidateGenerator, limited_options
 from .costs import CostKey, costs_of
 from .draft_options import DraftOptions, set_by_call
-from .draft_session import weights_difference
 from .draft_statistics import FalconGenerateOutput, StatisticsRecorder
 from .hook import is_user_defined, sample
-from .interfaces import CallObserver, Drafter, RowsDecoder, verification
+from .interfaces import Drafter, RowsDecoder, drafter_files, needed_part, part
 from .policy import AdaptivePolicy, DraftPolicy, PlainPolicy, acceptance_stats_of
 from .probe import CHAINS, PLAIN, TREES, Verdict, verdict_of_call
 from .target_parts import names_rows
-from .target_run import ChainRun, TargetRun
+from .target_run import TargetRun
 from .tree import DraftTree, collect, single_node, to_device
 from .verification import Batch, TokenSequence, Verification, verify, verify_rows
 
@@ -73,8 +72,7 @@ def assisted_decoding(
     generation_config: GenerationConfig,
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
-    *,
-    observer: CallObserver,
+    observer: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """
@@ -85,7 +83,7 @@ def assisted_decoding(
         drafter ([`Drafter`]): the drafter.
         input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs:
             What `generate` prepared.
-        observer ([`CallObserver`]): sees the rounds.
+        observer ([`CallRecorder`], *optional*): of the part "learning".
 
     Returns:
         `torch.LongTensor` of shape `(batch, length)`, or a [`FalconGenerateOutput`] with
@@ -129,8 +127,9 @@ def assisted_decoding(
     _warn_of_other_weights(drafter, target)
     # Before the target runs: an option that does not fit raises its error here.
     decode_rows = _decoder(drafter, target, options, input_ids, logits_processor, generation_config, model_kwargs)
-    batch = Batch(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
-    make_run = TargetRun if verdict.way == TREES else ChainRun
+    make_batch = Batch if input_ids.shape[0] == 1 else part("batches")
+    batch = make_batch(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
+    make_run = TargetRun if verdict.way == TREES else part("chains")
     run = make_run(target, input_ids, generation_config, model_kwargs, drafter.config.feature_layers)
     run.observer = observer
     cache_is_returned = generation_config.return_dict_in_generate or is_user_defined(run.cache)
@@ -157,10 +156,10 @@ def _decoder(
     name = "exact" if is_exact else options.verification
     # Several roots need tokens.
     if name == "speculative" or (name == "multi_root" and model_kwargs.get("inputs_embeds") is None):
-        return verification(name)(drafter, target, options, logits_processor)
+        return needed_part(name, "verification", "set it to 'exact'")(drafter, target, options, logits_processor)
     first = FalconCandidateGenerator(drafter, target, options)
 
-    def decode_exactly(run: TargetRun | ChainRun, batch: Batch, drops_rows: bool) -> StatisticsRecorder:
+    def decode_exactly(run: TargetRun, batch: Batch, drops_rows: bool) -> StatisticsRecorder:
         others = [FalconCandidateGenerator(drafter, target, options, first.head) for _ in batch.rows[1:]]
         return decode(run, [first, *others], batch, drops_rows)
 
@@ -168,7 +167,7 @@ def _decoder(
 
 
 def decode(
-    run: TargetRun | ChainRun,
+    run: TargetRun,
     generators: Sequence[FalconCandidateGenerator],
     batch: Batch,
     drops_rows: bool = False,
@@ -179,7 +178,7 @@ def decode(
     forward of the target verifies all of them, and each row keeps its own path.
 
     Args:
-        run ([`TargetRun`]): the target.
+        run ([`TargetRun`]): the target; or a run of chains.
         generators (sequence of [`FalconCandidateGenerator`]): propose the trees, one for each row.
         batch ([`Batch`]): the rows, of which the prompts are not run yet.
         drops_rows (`bool`, *optional*, defaults to `False`): whether rows that have ended leave the target's cache.
@@ -195,7 +194,7 @@ def decode(
     # The rows in the target's cache, and how many rows drafted last.
     cached, drafting = rows, 0
     while unfinished := [row for row in cached if not row.sequence.finished]:
-        if drops_rows and len(unfinished) < len(cached) and isinstance(run, TargetRun):
+        if drops_rows and len(unfinished) < len(cached):
             drops_rows = not names_rows(run.model)
             if drops_rows:
                 run.select([row.place for row in unfinished])
@@ -206,7 +205,8 @@ def decode(
                 if drafting:
                     row.generator.policy = policy
                 else:
-                    run.observer.start(row.sequence, prompts[row.place])
+                    if run.observer is not None:
+                        run.observer.start(row.sequence, prompts[row.place])
                     row.generator.start(*prompts[row.place], policy, row.sequence.is_late, run.prompt_embeds)
             # Nothing else keeps the prompt's features: a row drops them once it drafts.
             prompts, drafting = [], len(unfinished)
@@ -221,7 +221,8 @@ def decode(
         for row in unfinished:
             tree, (path, accepted) = trees[row.place], outcomes[row.place]
             found = features if len(cached) == 1 else features[row.place : row.place + 1]
-            run.observer.add_round(row.sequence, tree, path, found)
+            if run.observer is not None:
+                run.observer.add_round(row.sequence, tree, path, found)
             found = found[:, to_device(path, features.device)]
             row.generator.update(tree, path, accepted, found, row.sequence.token_ids, watch, nodes)
             statistics.add_round(len(tree) - 1, accepted)
@@ -229,7 +230,7 @@ def decode(
     return statistics
 
 
-def _propose(run: TargetRun | ChainRun, rows: Sequence[Row], batch: Batch) -> dict[int, DraftTree]:
+def _propose(run: TargetRun, rows: Sequence[Row], batch: Batch) -> dict[int, DraftTree]:
     """
     The trees of a round, by the places of their rows. The target runs as many nodes for each row as for the largest,
     so all have one size.
@@ -243,10 +244,10 @@ def _propose(run: TargetRun | ChainRun, rows: Sequence[Row], batch: Batch) -> di
     gain = torch.stack([row.generator.expected_gain(each) for row, each in zip(rows, best)]).sum(dim=0)
     size = int(gain.argmax())
     trees = {row.place: each.finish(row.sequence.root, size) for row, each in zip(rows, rounds)}
-    return {place: tree.likeliest_path() for place, tree in trees.items()} if isinstance(run, ChainRun) else trees
+    return trees if run.takes_trees else {place: tree.likeliest_path() for place, tree in trees.items()}
 
 
-def _policy(run: TargetRun | ChainRun, rows: Sequence[Row], batch: Batch) -> DraftPolicy:
+def _policy(run: TargetRun, rows: Sequence[Row], batch: Batch) -> DraftPolicy:
     """The drafting policy of `rows`, which are not finished."""
     model, drafter, options = run.model, rows[0].generator.drafter, rows[0].generator.options
     stats = acceptance_stats_of(drafter, model)
@@ -263,12 +264,11 @@ def _policy(run: TargetRun | ChainRun, rows: Sequence[Row], batch: Batch) -> Dra
     )
     stats = stats.under(key)
     costs = costs_of(model, key, stats.costs)
-    if isinstance(run, ChainRun):
-        run.costs = costs
+    run.costs = costs
     return AdaptivePolicy(options, stats, costs, drafter.config.block_size, ahead, run.most_deferred)
 
 
-def _depth_limit(run: TargetRun | ChainRun, row: Row, batch: Batch) -> int:
+def _depth_limit(run: TargetRun, row: Row, batch: Batch) -> int:
     """A path may not be longer than the tokens that the row may still emit, minus the target's own."""
     limit, deepest = batch.tokens_left(row.sequence) - 1, run.max_tree_depth(row.place)
     return max(0, limit if deepest is None else min(limit, deepest))
@@ -285,7 +285,7 @@ def _warn_of_other_weights(drafter: Drafter, target: PreTrainedModel) -> None:
     if stats.is_compared:
         return
     stats.is_compared = True
-    if (difference := weights_difference(drafter, target)) is not None:
+    if (difference := drafter_files().difference(drafter, target)) is not None:
         logger.warning_once(f"{difference} The output is exact all the same; fewer draft tokens may be accepted.")
 
 
@@ -294,7 +294,7 @@ def _output(
     statistics: StatisticsRecorder,
     cache: Cache,
     generation_config: GenerationConfig,
-    run: TargetRun | ChainRun,
+    run: TargetRun,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """What `generate` returns."""
     if not generation_config.return_dict_in_generate:
@@ -302,7 +302,7 @@ def _output(
     # Calls for several rows do not ask for scores, logits or the outputs of layers.
     first, layer_outputs = batch.rows[0], run.layer_outputs
     found = statistics.result(batch.new_tokens, first.near_ties)
-    found.learning = run.observer.learning()
+    found.learning = None if run.observer is None else run.observer.learning()
     return FalconGenerateOutput(
         sequences=batch.input_ids,
         scores=first.scores,

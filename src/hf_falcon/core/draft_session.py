@@ -21,11 +21,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .caches import DraftCache
-from .checkpoint_files import embedding_fingerprint, some_values, weights_fingerprint
 from .configuration_falcon_draft import logit_processing
 from .interfaces import DraftedBlocks, DrafterAcceleration
 from .modeling_falcon_draft import LSTMState, additive_mask, block_anchors, hide_end
-from .target_parts import is_quantised, quantised_layers
+from .target_parts import is_quantised, some_values
 from .tree import to_device
 
 # Rows of one drafter forward. Masks are rows * context, so a long pause of drafting costs no quadratic memory.
@@ -275,37 +274,6 @@ def check_embedding(drafter: Any, target: PreTrainedModel) -> None:
             f"The target's embedding is {width} wide and its last hidden state {expected}: a drafter needs both to be "
             "equal."
         )
-
-
-def was_trained_for(drafter: Any, target: PreTrainedModel) -> bool:
-    """Whether the drafter was trained for the target's weights; `True` if their fingerprints are not known."""
-    expected = drafter.config.target_fingerprint
-    actual = weights_fingerprint(target) if expected is not None else None
-    return expected is None or actual is None or actual == expected
-
-
-def weights_difference(drafter: Any, target: PreTrainedModel) -> str | None:
-    """
-    A sentence that says how the target's weights differ from those that the drafter was trained for.
-
-    Returns:
-        `str`, or `None` if they do not differ; see [`was_trained_for`].
-    """
-    if was_trained_for(drafter, target):
-        return None
-    trained = drafter.config.target_name_or_path or "the model"
-    if any(quantised_layers(target)):
-        # Drafters of other methods do not have it.
-        expected = getattr(drafter.config, "target_embedding_fingerprint", None)
-        actual = embedding_fingerprint(target)
-        if expected is None or actual is None:
-            return (
-                f"The target is quantised, so its weights cannot be compared with those of {trained} that the drafter "
-                "was trained for."
-            )
-        if actual == expected:
-            return f"The target is a quantised copy of {trained}, which the drafter was trained for."
-    return f"The target's weights are not those of {trained} that the drafter was trained for."
 
 
 class RowTable(NamedTuple):

@@ -5,19 +5,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
 from .costs import Stopwatch
-from .tree import to_device
 
 # Units in the last place of the best logit, in the dtype of the logits.
 _UNITS = 2
@@ -179,67 +177,3 @@ class StatisticsRecorder:
             time={**seconds, "other": max(0.0, elapsed - sum(seconds.values()))},
             **({} if near_ties is None else near_ties.result()._asdict()),
         )
-
-
-# For each emitted token one tensor a layer.
-Steps = tuple[tuple[Tensor, ...], ...]
-
-
-class LayerOutputs:
-    """
-    The outputs of the target's layers for each emitted token; empty where the call does not ask for them.
-
-    Args:
-        generation_config ([`GenerationConfig`]): configuration of the call.
-    """
-
-    def __init__(self, generation_config: GenerationConfig):
-        asked = [
-            name
-            for name in ("hidden_states", "attentions")
-            if generation_config.return_dict_in_generate and getattr(generation_config, f"output_{name}")
-        ]
-        self.hidden_states: Steps | None = () if "hidden_states" in asked else None
-        self.attentions: Steps | None = () if "attentions" in asked else None
-        # Arguments of the target's forward.
-        self.arguments = {f"output_{name}": True for name in asked}
-
-    def add_step(self, outputs: ModelOutput) -> None:
-        """Adds the outputs of a forward that plain decoding runs in the same way: the prompt, or a single token."""
-        if self.hidden_states is not None:
-            self.hidden_states += (outputs.hidden_states,)
-        if self.attentions is not None:
-            self.attentions += (outputs.attentions,)
-
-    def add_path(self, outputs: ModelOutput, path: Tensor, windows: Sequence[int | None]) -> None:
-        """
-        Adds the outputs of a tree's forward for its accepted nodes, each with the keys of its own path alone.
-
-        Args:
-            outputs ([`ModelOutput`]): of a forward over all nodes.
-            path (`torch.LongTensor` of shape `(kept,)`): nodes that belong in the cache, the root first.
-            windows (sequence of `int` or `None`): keys that each layer keeps, at most.
-        """
-        if self.hidden_states is not None:
-            rows = [
-                states.index_select(1, to_device(path, states.device)).split(1, dim=1)
-                for states in outputs.hidden_states
-            ]
-            self.hidden_states += tuple(zip(*rows))
-        if self.attentions is not None:
-            # An attention function without weights gives no layers either.
-            steps = [_attentions(*each, path) for each in zip(outputs.attentions, windows)]
-            self.attentions += tuple(zip(*steps)) if steps else ((),) * path.shape[0]
-
-
-def _attentions(weights: Tensor, window: int | None, path: Tensor) -> list[Tensor]:
-    """Weights of shape `(1, heads, nodes, cached + nodes)` as plain decoding gives them, one token after the other."""
-    path = to_device(path, weights.device)
-    cached = weights.shape[-1] - weights.shape[-2]
-    keys = torch.cat((torch.arange(cached, device=path.device), cached + path))
-    rows = weights.index_select(2, path).index_select(3, keys)
-    found = []
-    for place in range(path.shape[0]):
-        end = cached + place + 1
-        found.append(rows[:, :, place : place + 1, max(0, end - (window or end)) : end])
-    return found

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,19 +11,15 @@ from typing import Any, NoReturn
 from transformers import GenerationMixin, PreTrainedModel
 
 from .candidate_generator import limited_options
-from .checkpoint_files import printable, reading
 from .decoding import assisted_decoding
 from .draft_options import DraftOptions
 from .draft_session import BlockSession, TargetHead, check_embedding, check_target
 from .hook import install, keep_custom_fields, read_logits_to_keep
-from .interfaces import DrafterAcceleration, DraftSession, call_observer, drafter_files
+from .interfaces import DrafterAcceleration, DraftSession, drafter_files, part
 from .modeling_falcon_draft import FalconDraftNetwork
 
 # Newest positions of a prompt that the drafter reads: with these the shipped one accepts as much as with all of 1,000.
 _PROMPT_POSITIONS = 128
-
-# Names of weights in an error, at most: a hostile file can have hundreds of thousands.
-_MOST_SHOWN = 20
 
 
 class DraftModel(PreTrainedModel):
@@ -80,7 +76,8 @@ class DraftModel(PreTrainedModel):
             `torch.LongTensor` of shape `(batch, length)`, or a [`FalconGenerateOutput`] with
             `return_dict_in_generate=True`.
         """
-        with call_observer(self, target) as observer:
+        observe = part("learning")
+        with nullcontext() if observe is None else observe(self, target) as observer:
             return assisted_decoding(target, self, *args, observer=observer, **kwargs)
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
@@ -88,7 +85,7 @@ class DraftModel(PreTrainedModel):
         As [`PreTrainedModel.adjust_generation_fn`]: loads the drafting options. The repository's `custom_generate` is
         for targets, and is not loaded.
         """
-        with reading("generation_config.json"):
+        with drafter_files().reading("generation_config.json"):
             GenerationMixin.adjust_generation_fn(self, *args, **{**kwargs, "trust_remote_code": False})
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
@@ -154,7 +151,7 @@ class FalconDraftModel(DraftModel, FalconDraftNetwork):
         # transformers' own error for a shape does not name the weight.
         kwargs["ignore_mismatched_sizes"] = True
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        refuse_problems(pretrained_model_name_or_path, info)
+        drafter_files().check_loaded(pretrained_model_name_or_path, info)
         limited_options(DraftOptions.from_generation_config(model.generation_config), model, model)
         return (model, info) if output_loading_info else model
 
@@ -192,24 +189,3 @@ class FalconDraftModel(DraftModel, FalconDraftNetwork):
             `str`: the address of the commit.
         """
         return drafter_files().push(self, repo_id, **kwargs)
-
-
-def refuse_problems(repository: Any, problems: Mapping[str, Any]) -> None:
-    """
-    Refuses a checkpoint whose weights do not belong to its configuration.
-
-    Args:
-        repository: its folder or name.
-        problems (`dict`): names of weights by the kind of problem, as transformers' loading reports them.
-
-    Raises:
-        `ValueError`: if there are any; it names the weights.
-    """
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if found := sorted(map(str, problems.get(problem) or ())):
-            shown, more = [printable(each) for each in found[:_MOST_SHOWN]], len(found) - _MOST_SHOWN
-            raise ValueError(
-                f"The checkpoint `{repository}` has {problem.replace('_', ' ')}: {shown}"
-                f"{f' and {more:,} more' if more > 0 else ''}. Its weights do not belong to its config.json: download "
-                "it again, or save it again with `save_pretrained`."
-            )

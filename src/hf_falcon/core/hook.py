@@ -2,8 +2,8 @@
 """
 The hook: it makes `generate(assistant_model=drafter)` work, as transformers has no plug-in point for it.
 
-This is also the only file that uses private names of transformers. The docstring of each function says why it needs
-the name, and what happens if a version of transformers lacks it.
+This is also the only file of the core that uses private names of transformers. The docstring of each function says
+why it needs the name, and what happens if a version of transformers lacks it.
 """
 
 from __future__ import annotations
@@ -11,21 +11,17 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-import weakref
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
-from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import transformers
 from torch import Tensor
 from transformers import (
-    AttentionInterface,
     Cache,
     GenerationConfig,
     GenerationMixin,
-    LogitsProcessor,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -41,6 +37,24 @@ _MARK = "_is_falcon_hook"
 _DISABLED = "_falcon_hook_is_disabled"
 
 
+class DrafterFinder(Protocol):
+    """Finds the drafters of calls that do not give one as an object."""
+
+    def find(self, target: Any, name: str | os.PathLike[str] | None) -> Any:
+        """The drafter of this name, or the target's attached one; what is no drafter is left to transformers."""
+
+    def takes(self, target: Any, drafter: Any, settings: dict[str, Any], arguments: dict[str, Any]) -> bool:
+        """
+        Whether a call that names no assistant drafts with the attached drafter.
+
+        Args:
+            target ([`PreTrainedModel`]): the target.
+            drafter ([`DraftModel`]): the drafter.
+            settings (`dict`): what the user set for the call.
+            arguments (`dict`): the call's keyword arguments.
+        """
+
+
 def _shared(name: str, make: Callable[[], Any]) -> Any:
     """What all copies of this file share: the one whose function is called need not be the one that wraps."""
     if not hasattr(GenerationMixin, name):
@@ -48,18 +62,17 @@ def _shared(name: str, make: Callable[[], Any]) -> Any:
     return getattr(GenerationMixin, name)
 
 
-# The attached drafter of each target, which is freed with its target.
-_attached: weakref.WeakKeyDictionary[Any, Any] = _shared("_falcon_attached_drafters", weakref.WeakKeyDictionary)
-# Load a drafter by its name, with the arguments `name, dtype`, or return `None` if the name is of another kind of
-# model. The installed package registers one.
-Loader = Callable[[str, torch.dtype], Any]
-_loaders: list[Loader] = _shared("_falcon_loaders", list)
+# Finds the drafters of calls that name none, or give a name. The installed package registers it.
+_finders: list[DrafterFinder] = _shared("_falcon_finders", list)
 # The attribute of a prepared generation configuration that holds the settings of the call.
 _SETTINGS = "_falcon_call_settings"
 # The settings of the `generate` call that this thread or task is in: `generate` passes on no argument of ours.
 _settings_of_call: ContextVar[dict[str, Any] | None] = ContextVar("settings_of_call", default=None)
-# The drafter that each target loaded last by its name. It is freed with its target.
-_loaded: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = weakref.WeakKeyDictionary()
+
+
+def register_finder(finder: DrafterFinder) -> None:
+    """Takes what finds the drafters of later calls."""
+    _finders[:] = [finder]
 
 
 def install() -> None:
@@ -94,60 +107,6 @@ def disable() -> None:
             setattr(GenerationMixin, name, getattr(GenerationMixin, name).__wrapped__)
 
 
-def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike[str]) -> None:
-    """
-    Makes `target.generate` draft without an argument, also where a pipeline or transformers' server calls it. It
-    replaces a drafter that was attached before. Nothing is attached to a copy of the target.
-
-    A call runs as without an attached drafter, if
-
-    - it has an `assistant_model`; `None` is plain decoding,
-    - it has a `custom_generate`,
-    - its mode is not greedy search or sampling: beam search, or transformers' own prompt lookup
-      (`prompt_lookup_num_tokens` above 0),
-    - it has an argument that no drafter supports: `use_cache=False`, `cache_implementation="paged"`,
-      `assistant_tokenizer`, `num_assistant_tokens_schedule="heuristic_transient"`,
-    - the target is in training mode, or is the assistant of another model,
-    - the target was changed so that the drafter no longer fits; one warning says how.
-
-    Args:
-        target ([`PreTrainedModel`]): the target.
-        drafter ([`DraftModel`], `str` or `os.PathLike`):
-            The drafter, its name on the Hub or its folder. By name it is loaded at once, in the target's dtype and on
-            its device.
-
-    Raises:
-        `TypeError`: if the target is not a transformers model that generates, or the drafter is another model.
-        `ValueError`: if the drafter was made for another target.
-    """
-    if not isinstance(target, PreTrainedModel) or not isinstance(target, GenerationMixin):
-        raise TypeError(
-            f"`target` is a {type(target).__name__}: give the transformers model whose `generate` is called, such as "
-            "a `LlamaForCausalLM`, without a wrapper."
-        )
-    given = drafter
-    if isinstance(drafter, (str, os.PathLike)):
-        drafter = _load_drafter(target, drafter)
-    if not _is_drafter(drafter):
-        found = repr(str(given)) if isinstance(given, (str, os.PathLike)) else f"a {type(given).__name__}"
-        raise TypeError(
-            f"`drafter` is {found}, not a drafter of hf_falcon: give a drafter, such as a `FalconDraftModel`, or the "
-            "name or the folder of one."
-        )
-    drafter.check_target(target)
-    _attached[target] = drafter
-
-
-def detach(target: PreTrainedModel) -> None:
-    """
-    Undoes [`attach`]. Nothing happens if no drafter is attached.
-
-    Args:
-        target ([`PreTrainedModel`]): the target.
-    """
-    _attached.pop(target, None)
-
-
 def call_settings(generation_config: GenerationConfig | None) -> dict[str, Any] | None:
     """
     The fields of a generation configuration that the user set for a `generate` call: as arguments of the call, in its
@@ -157,7 +116,7 @@ def call_settings(generation_config: GenerationConfig | None) -> dict[str, Any] 
     return getattr(generation_config, _SETTINGS, None)
 
 
-def _is_drafter(assistant: Any) -> bool:
+def is_drafter(assistant: Any) -> bool:
     # By an attribute and not by class: code loaded from the Hub is another module.
     return assistant is not None and getattr(type(assistant), "is_falcon_drafter", False)
 
@@ -173,22 +132,22 @@ def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         call = signature.bind(self, *args, **kwargs)
         more: dict[str, Any] = call.arguments.setdefault("kwargs", {})
         is_named = "assistant_model" in call.arguments
-        assistant = call.arguments["assistant_model"] if is_named else _attached.get(self)
+        assistant: Any = call.arguments.get("assistant_model")
         # A custom `generate` gets all arguments unchanged. If it calls `generate` again, this wrapper runs then.
-        if assistant is None or call.arguments.get("custom_generate") is not None:
+        if (is_named and assistant is None) or call.arguments.get("custom_generate") is not None:
             return stock(self, *args, **kwargs)
-        if isinstance(assistant, (str, os.PathLike)):
-            assistant = _load_drafter(self, assistant)
-        if not _is_drafter(assistant):
+        if not is_named or isinstance(assistant, (str, os.PathLike)):
+            assistant = _find(self, assistant)
+        if not is_drafter(assistant):
             return stock(self, *args, **kwargs)
         names = type(assistant).draft_option_names
         settings = _settings_in(getattr(self, "generation_config", None))
         settings |= _settings_in(call.arguments.get("generation_config"))
         # An argument that is `None` unsets the field.
         settings |= {name: value for name, value in more.items() if name in names or _has_field(name)}
-        if not is_named and not _takes_attached(self, assistant, settings, more):
+        if not is_named and not _finders[0].takes(self, assistant, settings, more):
             return stock(self, *args, **kwargs)
-        _private(GenerationMixin, "_assisted_decoding", "hand a call to the drafter")
+        private_name(GenerationMixin, "_assisted_decoding", "hand a call to the drafter")
         call.arguments["assistant_model"] = assistant
         for name in names:
             if not _has_field(name):
@@ -202,33 +161,15 @@ def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
     return generate
 
 
-def _takes_attached(target: Any, drafter: Any, settings: dict[str, Any], arguments: dict[str, Any]) -> bool:
-    """
-    Whether a call that names no assistant drafts with the attached drafter: transformers would decode it plainly, and
-    nothing in it is refused with a drafter. See [`attach`].
-    """
-    # With dropout every pass draws, and with gradient checkpointing the cache stays empty.
-    if target.training or arguments.get("assistant_tokenizer") is not None:
-        return False
-    if settings.get("use_cache") is False or settings.get("cache_implementation") == "paged":
-        return False
-    if settings.get("is_assistant") or settings.get("num_assistant_tokens_schedule") == "heuristic_transient":
-        return False
-    config = GenerationConfig()
-    # `generate` fills in the defaults before it asks for the mode.
-    for name, value in {**default_generation_params(), **settings}.items():
-        setattr(config, name, value)
-    # With 0 the drafter looks nothing up; transformers would look up a number of tokens that it then refuses.
-    config.prompt_lookup_num_tokens = config.prompt_lookup_num_tokens or None
-    if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
-        return False
-    try:
-        drafter.check_target(target)
-    # The target was changed after `attach`, such as by `resize_token_embeddings`. It generates all the same.
-    except ValueError as error:
-        logger.warning_once(f"The attached drafter is not used, plain decoding runs: {error}")
-        return False
-    return True
+def _find(target: Any, name: Any) -> Any:
+    if _finders:
+        return _finders[0].find(target, name)
+    if name is None:
+        return None
+    raise ValueError(
+        f"`assistant_model` is {str(name)!r}: only the package loads drafters by name (`pip install hf-falcon`, "
+        "`import hf_falcon`); or give what `AutoModel.from_pretrained` returns for it."
+    )
 
 
 @functools.cache
@@ -248,38 +189,6 @@ def _settings_in(config: GenerationConfig | None) -> dict[str, Any]:
     return found
 
 
-def register_loader(load: Loader) -> None:
-    """Adds a loader for drafters that are given by name: `generate(assistant_model="user/drafter")`."""
-    _loaders.append(load)
-
-
-def _load_drafter(target: PreTrainedModel, name: str | os.PathLike[str]) -> Any:
-    """
-    Loads the drafter in a folder or a repository of the Hub, in the target's dtype and on its device. Each target
-    loads it once, and again after the folder was saved again. If it is no drafter, the name itself is returned.
-    """
-    if not _loaders:
-        raise ValueError(
-            f"`assistant_model` is {str(name)!r}: only the package loads drafters by name (`pip install hf-falcon`, "
-            "`import hf_falcon`); or give what `AutoModel.from_pretrained` returns for it."
-        )
-    config_file = Path(name, "config.json")
-    saved = config_file.stat().st_mtime_ns if config_file.is_file() else None
-    wanted = (str(name), saved, target.dtype, target.device)
-    known, drafter = _loaded.get(target, (None, None))
-    if drafter is not None and known == wanted:
-        return drafter
-    # Parameters that are made in inference mode could not be used outside it.
-    with torch.inference_mode(False):
-        found = (load(str(name), target.dtype) for load in _loaders)
-        drafter = next((each for each in found if each is not None), None)
-        if drafter is None:
-            return name
-        drafter = drafter.to(target.device).eval()
-    _loaded[target] = (wanted, drafter)
-    return drafter
-
-
 def _wrap_assisted_decoding(stock: Callable[..., Any]) -> Callable[..., Any]:
     """
     Wraps the decoding loop that `generate` runs with an assistant. If transformers lacks it, a call with a drafter
@@ -288,7 +197,7 @@ def _wrap_assisted_decoding(stock: Callable[..., Any]) -> Callable[..., Any]:
 
     def assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
         assistant: Any = kwargs.get("assistant_model")
-        if not _is_drafter(assistant):
+        if not is_drafter(assistant):
             return stock(self, *args, **kwargs)
         for name in ("assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor"):
             kwargs.pop(name, None)
@@ -312,7 +221,7 @@ def _wrap_validate_generation_mode(stock: Callable[..., Any]) -> Callable[..., A
     """
 
     def validate(self: Any, mode: GenerationMode, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
-        if mode == GenerationMode.ASSISTED_GENERATION and _is_drafter(kwargs.get("assistant_model")):
+        if mode == GenerationMode.ASSISTED_GENERATION and is_drafter(kwargs.get("assistant_model")):
             mode = GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
             # The drafter's own check of its target has the better error. transformers still refuses an
             # `assistant_tokenizer`.
@@ -333,7 +242,7 @@ _WRAPPERS = {
 # Private names that the decoding loop uses.
 
 
-def _private(owner: Any, name: str, use: str) -> Any:
+def private_name(owner: Any, name: str, use: str) -> Any:
     """
     Looks up a private name without which a call cannot go on.
 
@@ -361,7 +270,7 @@ def prefill(
     some of it already. All arguments are as `generate` prepared them. Returns the output of the model's forward.
     Without `_prefill` no call can be drafted for, and an error says so.
     """
-    return _private(model, "_prefill", "run the prompt")(input_ids, generation_config, model_kwargs, **kwargs)
+    return private_name(model, "_prefill", "run the prompt")(input_ids, generation_config, model_kwargs, **kwargs)
 
 
 class _NoOutput(dict[str, Any]):
@@ -384,7 +293,7 @@ def extend_model_kwargs(
         new_tokens (`int`): by how many tokens the text is longer.
         outputs ([`~transformers.utils.ModelOutput`], *optional*): of the model's last forward, if one ran.
     """
-    update = _private(model, "_update_model_kwargs_for_generation", "know what a step of plain decoding gets")
+    update = private_name(model, "_update_model_kwargs_for_generation", "know what a step of plain decoding gets")
     # transformers repeats the types of as many tokens as are new, where a step repeats that of the last one.
     step = 1 if model_kwargs.get("token_type_ids") is not None else new_tokens
     kwargs = dict(model_kwargs)
@@ -401,7 +310,7 @@ def sample(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:
     It runs where the target or the call does not support the verification of trees. Without `_sample` an error says
     so.
     """
-    return _private(model, "_sample", "decode without drafts")(input_ids, **kwargs)
+    return private_name(model, "_sample", "decode without drafts")(input_ids, **kwargs)
 
 
 def default_generation_params() -> dict[str, Any]:
@@ -440,37 +349,12 @@ def makes_own_cache(model: PreTrainedModel) -> bool:
     return method is not None and not method()
 
 
-def takes_static_cache(model: PreTrainedModel) -> bool:
-    """
-    Whether a model's forward supports a static cache, which writes in place. If transformers has no such mark, no
-    model counts as supporting it, and `generate` uses the slower default cache.
-    """
-    return getattr(model, "_can_compile_fullgraph", False)
-
-
 def attention_implementation(config: PreTrainedConfig) -> str | None:
     """
     The attention function of a model, such as "sdpa". `None` if it is not set, and if transformers does not keep it
     under this name.
     """
     return getattr(config, "_attn_implementation", None)
-
-
-def allowed_tokens_function(processor: LogitsProcessor) -> Callable[[int, Tensor], list[int]]:
-    """
-    The function that a [`~transformers.PrefixConstrainedLogitsProcessor`] asks for the allowed tokens of a row. If the
-    processor keeps it under another name, an error says so.
-    """
-    return _private(processor, "_prefix_allowed_tokens_fn", "apply `prefix_allowed_tokens_fn` to a batch")
-
-
-def leave_past_recording(layer: Any) -> None:
-    """
-    Undoes `Cache.activate_past_recording` for one layer, which transformers has no method for. If it stays on, the
-    next forward without a crop fails in transformers 5.17. Layers without the attribute record nothing.
-    """
-    if getattr(layer, "record_past", False):
-        layer.record_past = False
 
 
 def read_logits_to_keep(model: Any) -> Any:
@@ -489,24 +373,3 @@ def keep_custom_fields(generation_config: GenerationConfig) -> None:
     has no reason to drop them.
     """
     generation_config._from_model_config = False
-
-
-# Attention functions. `AttentionInterface.register` is public; the function that it replaces is not.
-
-try:
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-except ImportError:
-    # Attention is then never replaced, which only costs time.
-    sdpa_attention_forward = None
-
-
-def replace_sdpa(old: Callable[..., Any] | None, new: Callable[..., Any]) -> bool:
-    """
-    Makes `new` the attention function "sdpa" of all models, if it is `old` now, and returns whether it did. Another
-    library may have replaced it, and is left alone. The name is never absent in between: other threads look it up at
-    the same time. Both have the interface of [`sdpa_attention_forward`].
-    """
-    if old is None or AttentionInterface().get("sdpa") is not old:
-        return False
-    AttentionInterface.register("sdpa", new)
-    return True

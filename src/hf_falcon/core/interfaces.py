@@ -271,52 +271,6 @@ def drafter_acceleration(drafter: Drafter, target: PreTrainedModel) -> DrafterAc
     return DrafterAcceleration(drafter) if _backend is None else _backend.for_drafter(drafter, target)
 
 
-class CallObserver:
-    """
-    Sees what the target computes in one `generate` call, and changes nothing. This one does nothing. It is entered
-    before the call and left after it, also after an error.
-    """
-
-    def __enter__(self) -> CallObserver:
-        return self
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def start(self, sequence: Any, prompt: Any) -> None:
-        """
-        Args:
-            sequence ([`TokenSequence`]): a row of the call, which identifies it.
-            prompt ([`PromptFeatures`]): the features of its prompt.
-        """
-
-    def add_round(self, sequence: Any, tree: Any, path: Tensor, features: Tensor) -> None:
-        """
-        Args:
-            sequence ([`TokenSequence`]): the row.
-            tree ([`DraftTree`]): the tree that was verified.
-            path (`torch.LongTensor` of shape `(emitted,)`): its nodes that were right; see [`verify`].
-            features (`torch.Tensor` of shape `(1, nodes, ...)`): the target's features of all its nodes, or more.
-        """
-
-    def learning(self) -> dict[str, Any] | None:
-        """What [`DraftStatistics`] shows of a drafter that learns."""
-        return None
-
-
-_make_observer: Callable[[Any, PreTrainedModel], CallObserver] | None = None
-
-
-def register_observer(make: Callable[[Any, PreTrainedModel], CallObserver]) -> None:
-    """For every later call of this process `make(drafter, target)` is called."""
-    global _make_observer
-    _make_observer = make
-
-
-def call_observer(drafter: Any, target: PreTrainedModel) -> CallObserver:
-    """The observer of a call; see [`register_observer`]."""
-    return CallObserver() if _make_observer is None else _make_observer(drafter, target)
-
-
 class DrafterFiles:
     """
     How the files of a Falcon drafter are read and saved: as transformers does. So it is for code from the Hub, which
@@ -338,6 +292,30 @@ class DrafterFiles:
     def read_config(self, read: Callable[..., Any], name: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Calls `read(name, **kwargs)`, which is [`PreTrainedConfig.get_config_dict`]."""
         return read(name, **kwargs)
+
+    def reading(self, name: str) -> AbstractContextManager[object]:
+        """Inside, transformers reads the file of this name."""
+        return nullcontext()
+
+    def fingerprints(self, target: PreTrainedModel) -> dict[str, Any]:
+        """The fields of [`FalconDraftConfig`] by which the target's weights are known."""
+        return {}
+
+    def fields_for(self, target: Any) -> dict[str, Any]:
+        """
+        The fields of a new drafter for a target; see [`FalconDraftConfig.from_target`].
+
+        Raises:
+            `RuntimeError`: without the installed package, which makes new drafters.
+        """
+        raise RuntimeError("A new drafter needs the installed package: `pip install hf-falcon`, and import it.")
+
+    def difference(self, drafter: Any, target: PreTrainedModel) -> str | None:
+        """A sentence that says how the target's weights differ from those that the drafter was trained for."""
+        return None
+
+    def check_loaded(self, name: Any, problems: Any) -> None:
+        """Checks a model that was loaded; `problems` has names of weights by kind, as transformers reports them."""
 
     def check(self, model_class: Any, name: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """Checks a folder or a repository. Returns the arguments of `from_pretrained` that load what was checked."""
@@ -368,21 +346,39 @@ def drafter_files() -> DrafterFiles:
 # Decodes the rows of a call: the target's run, the `Batch`, and whether rows that have ended leave the cache. Returns
 # a `StatisticsRecorder`.
 RowsDecoder = Callable[[Any, Any, bool], Any]
-_verifications: dict[str, Callable[..., RowsDecoder]] = {}
+_parts: dict[str, Any] = {}
 
 
-def register_verification(name: str, make: Callable[..., RowsDecoder]) -> None:
-    """For a value of the option `verification`, `make(drafter, target, options, logits_processor)` is called."""
-    _verifications[name] = make
-
-
-def verification(name: str) -> Callable[..., RowsDecoder]:
+def register_part(name: str, part: Any) -> None:
     """
-    What was registered with [`register_verification`].
+    Takes a part of the loop that the installed package has, and code from the Hub does without.
+
+    Args:
+        name (`str`):
+            "chains": a class as [`TargetRun`] that scores chains. "batches": a class as [`Batch`] for several rows.
+            "static_tree": makes the tree of the options. "layer_outputs": a class as [`NoLayerOutputs`]. "quantised":
+            gives the reason why a quantised target is decoded plainly, or `None`. "prior": reads the costs that were
+            measured for a target. "verdicts": remembers targets that take trees. "speculative" and "multi_root",
+            values of the option `verification`: called with `(drafter, target, options, logits_processor)`, they
+            return a `RowsDecoder`. "learning": gives for a drafter and a target the observer of a call, a
+            [`CallRecorder`], or a context manager of `None`.
+        part: the part.
+    """
+    _parts[name] = part
+
+
+def part(name: str) -> Any:
+    """What was registered with [`register_part`], or `None`."""
+    return _parts.get(name)
+
+
+def needed_part(name: str, option: str, remedy: str) -> Any:
+    """
+    As `part`, for the value `name` of an option.
 
     Raises:
-        `ValueError`: if nothing was: code from the Hub verifies exactly.
+        `ValueError`: if nothing was registered; it names the option and the remedy.
     """
-    if name not in _verifications:
-        raise ValueError(f"`verification` is {name!r}: set it to 'exact', or `pip install hf-falcon` and import it.")
-    return _verifications[name]
+    if name not in _parts:
+        raise ValueError(f"`{option}` is {name!r}: {remedy}, or `pip install hf-falcon` and import it.")
+    return _parts[name]

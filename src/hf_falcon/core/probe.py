@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
-import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -27,12 +26,11 @@ from transformers import (
     PreTrainedModel,
     StaticCache,
     StoppingCriteriaList,
-    generation,
 )
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
 
-from .checkpoint_files import is_spread
+from .caches import ROW_LAYERS
 from .hook import attention_implementation, extend_model_kwargs, makes_own_cache, prefill
+from .interfaces import part
 from .target_parts import (
     CACHE_NAMES,
     FULL,
@@ -44,12 +42,13 @@ from .target_parts import (
     extra_inputs,
     first_step,
     is_compiled,
+    is_spread,
     layer_kinds,
     quantised_layers,
     rope_boundary,
     structure_of,
 )
-from .target_run import ChainRun, TargetRun
+from .target_run import TargetRun
 from .tree import DraftTree, ancestor_mask, chain, to_device
 
 TREES, CHAINS, PLAIN = "trees", "chains", "plain"
@@ -67,41 +66,11 @@ _KEPT = 32
 # Attention functions that take any additive mask.
 _MASKED_ATTENTION = ("eager", "sdpa")
 
-_CACHE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+_NO_BATCHES = "the batch has several rows, which only the installed package verifies (`pip install hf-falcon`)"
 
-# Processors and criteria that treat each row by itself and keep no state; by exact type, as a subclass may differ.
-_ROWWISE_PROCESSORS = {
-    generation.EpsilonLogitsWarper,
-    generation.EtaLogitsWarper,
-    generation.ExponentialDecayLengthPenalty,
-    generation.ForcedBOSTokenLogitsProcessor,
-    generation.ForcedEOSTokenLogitsProcessor,
-    generation.InfNanRemoveLogitsProcessor,
-    generation.LogitNormalization,
-    generation.MinLengthLogitsProcessor,
-    generation.MinNewTokensLengthLogitsProcessor,
-    generation.MinPLogitsWarper,
-    generation.NoBadWordsLogitsProcessor,
-    generation.NoRepeatNGramLogitsProcessor,
-    generation.PrefixConstrainedLogitsProcessor,
-    generation.RepetitionPenaltyLogitsProcessor,
-    generation.SequenceBiasLogitsProcessor,
-    generation.SuppressTokensAtBeginLogitsProcessor,
-    generation.SuppressTokensLogitsProcessor,
-    generation.TemperatureLogitsWarper,
-    generation.TopHLogitsWarper,
-    generation.TopKLogitsWarper,
-    generation.TopPLogitsWarper,
-    generation.TypicalLogitsWarper,
-    generation.WatermarkLogitsProcessor,
-}
+_NO_QUANTISED = "the target is quantised, which only the installed package tries (`pip install hf-falcon`)"
 
-_ROWWISE_CRITERIA = {
-    generation.EosTokenCriteria,
-    generation.MaxLengthCriteria,
-    generation.MaxTimeCriteria,
-    generation.StopStringCriteria,
-}
+LAYER_OUTPUTS = ("output_hidden_states", "output_attentions")
 
 
 class Verdict(NamedTuple):
@@ -136,15 +105,15 @@ def verdict_of_call(
         model ([`PreTrainedModel`]): the target.
         input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs: what `generate` prepared.
     """
-    if (reason := _no_draft_reason(model, input_ids, model_kwargs)) is not None:
+    if (reason := _no_draft_reason(model, input_ids, generation_config, model_kwargs)) is not None:
         return Verdict(PLAIN, reason)
     rows = input_ids.shape[0]
     no_tree = _no_tree_reason(model, input_ids, model_kwargs)
     reason = None
     if no_tree is None and rows > 1:
-        reason = _no_batch_reason(
-            model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
-        )
+        call = model, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+        batches = part("batches")
+        reason = _NO_BATCHES if batches is None else batches.refusal_of_call(*call)
     elif no_tree is not None:
         reason = _no_chain_reason(model, rows, generation_config, model_kwargs)
         reason = reason and f"{no_tree}, and {reason}"
@@ -157,27 +126,6 @@ def verdict_of_call(
     return Verdict(PLAIN, f"{found.reason}, and {reason}") if reason else Verdict(CHAINS, no_tree or found.reason)
 
 
-def verdict_of_prompt(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None = None) -> Verdict:
-    """
-    What is verified after a prompt with the target's own generation configuration; see [`verdict_of_call`].
-
-    Args:
-        model ([`PreTrainedModel`]): the target.
-        input_ids, attention_mask (`torch.LongTensor` of shape `(batch, length)`): the prompt.
-    """
-    takes = inspect.signature(model.forward).parameters
-    kwargs: dict[str, Any] = {"use_cache": True}
-    if CACHE_NAMES[0] in takes and not model.config.is_encoder_decoder and not makes_own_cache(model):
-        kwargs[CACHE_NAMES[0]] = DynamicCache(config=model.config.get_text_config(decoder=True))
-    if attention_mask is not None and not bool(attention_mask.all()):
-        kwargs["attention_mask"] = attention_mask
-    if "position_ids" in takes:
-        kwargs["position_ids"] = _positions(torch.ones_like(input_ids) if attention_mask is None else attention_mask)
-    return verdict_of_call(
-        model, input_ids, LogitsProcessorList(), StoppingCriteriaList(), model.generation_config, kwargs
-    )
-
-
 def probe(
     model: PreTrainedModel,
     rows: int,
@@ -187,7 +135,7 @@ def probe(
 ) -> Verdict:
     """
     What a target takes as it stands, with arguments of the call's kinds. It runs fewer than a dozen short forwards,
-    once for each state of the target and kind of call.
+    once for each state of the target and kind of call. The installed package remembers large targets across processes.
 
     Args:
         model ([`PreTrainedModel`]): the target.
@@ -201,7 +149,13 @@ def probe(
     if key not in known:
         if len(known) >= _KEPT:
             del known[next(iter(known))]
-        known[key] = _try_ways(model, min(rows, 2), generation_config, model_kwargs, tries_trees)
+        files, kinds = part("verdicts"), key[:3]
+        if tries_trees and files is not None and files.knows(model, kinds):
+            known[key] = Verdict(TREES)
+        else:
+            known[key] = _try_ways(model, min(rows, 2), generation_config, model_kwargs, tries_trees)
+            if files is not None and known[key].way == TREES:
+                files.remember(model, kinds)
     return known[key]
 
 
@@ -263,7 +217,8 @@ def _try_ways(
                 return Verdict(TREES)
         if rows > 1:
             return Verdict(PLAIN, f"{no_tree}, and the batch has several rows")
-        fault = _no_chain_in_parts(model) or trial.fault(trial.as_chains, expected, f"{_TOKENS} tokens in one forward")
+        fault = part("chains").refusal_of_target(model)
+        fault = fault or trial.fault(trial.as_chains, expected, f"{_TOKENS} tokens in one forward")
     if fault is None:
         return Verdict(CHAINS, no_tree)
     return Verdict(PLAIN, fault if no_tree is None else f"{no_tree}, and {fault}")
@@ -333,7 +288,7 @@ class _Trial:
         """A chain of which all but the root is rejected, then one that is accepted."""
         whole = chain(self._text[0, _PROMPT:])
         rounds = [([whole], [0]), ([chain(self._text[0, _PROMPT + 1 :])], list(range(_TOKENS - 1)))]
-        return self._scored(ChainRun, rounds)[1].transpose(0, 1)
+        return self._scored(part("chains"), rounds)[1].transpose(0, 1)
 
     def _scored(self, kind: Any, rounds: Sequence[tuple[list[DraftTree], list[int]]]) -> list[Tensor]:
         """Scores trees, one for each row, and keeps a path of each. Logits of shape `(rows, nodes, vocab_size)`."""
@@ -372,7 +327,7 @@ class _Trial:
         if isinstance(given.get("past_key_values"), Cache) and not makes_own_cache(self._model):
             kwargs["past_key_values"] = DynamicCache(config=self._model.config.get_text_config(decoder=True))
         if (positions := given.get("position_ids")) is not None:
-            places = _positions(mask)
+            places = positions_of(mask)
             kwargs["position_ids"] = places.expand(*positions.shape[:-2], *places.shape)
         for name in TOKEN_TYPES:
             if given.get(name) is not None:
@@ -380,7 +335,7 @@ class _Trial:
         return prompt, kwargs
 
 
-def _positions(mask: Tensor) -> Tensor:
+def positions_of(mask: Tensor) -> Tensor:
     """Positions as `generate` prepares them."""
     return (mask.long().cumsum(-1) - 1).masked_fill(mask == 0, 0)
 
@@ -451,14 +406,10 @@ def _no_probe_reason(model: PreTrainedModel) -> str | None:
         return "the target's weights are spread over several processes, which could decide differently"
     if not any(name in inspect.signature(model.forward).parameters for name in CACHE_NAMES):
         return f"the target takes no `{CACHE_NAMES[0]}`"
-    # Layers of the same kind and name are quantised alike.
-    kinds = {
-        (type(layer), type(getattr(layer, "weight", None)), name.rpartition(".")[2]): layer
-        for name, layer in quantised_layers(model)
-    }
-    for layer in kinds.values():
-        if (effect := _effect_of_quantisation(layer, model.device, model.dtype)) is not None:
-            return f"the target's quantised layers ({type(layer).__name__}) {effect}"
+    if any(quantised_layers(model)):
+        refusal = part("quantised")
+        reason: str | None = _NO_QUANTISED if refusal is None else refusal(model)
+        return reason
     return None
 
 
@@ -469,50 +420,12 @@ def _no_tree_in_parts(model: PreTrainedModel) -> str | None:
     return f"the target takes no `{missing[0]}`, which a tree needs" if missing else None
 
 
-def _no_chain_in_parts(model: PreTrainedModel) -> str | None:
-    """The reason why chains may differ for some tokens, if there is one."""
-    # In transformers, Mamba 2's layers apply these limits to several tokens, but not to a single one.
-    limits = [tuple(module.time_step_limit) for module in model.modules() if hasattr(module, "time_step_limit")]
-    narrow = [limit for limit in limits if limit != (0.0, math.inf)]
-    if not narrow:
-        return None
-    return f"its recurrent layers have the `time_step_limit` {narrow[0]}, which holds for several tokens only"
-
-
-@torch.no_grad()
-def _effect_of_quantisation(layer: Any, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What a quantised layer does to its inputs that rules trees out, found by running it on a few rows."""
-    large = torch.zeros((1, 1, layer.in_features), dtype=dtype, device=device)
-    large[..., ::32] = 4
-    others = (large == 0).to(dtype)
-
-    def output(row: Tensor, crowd: Tensor | None = None) -> Tensor:
-        rows = row if crowd is None else torch.cat((row, crowd.expand(1, 15, -1)), dim=1)
-        return layer(rows)[0, 0].float()
-
-    def contribution(row: Tensor) -> Tensor:
-        # No layer has to take zeros, which have no scale.
-        return (output(row) - output(-row)).norm() / 2
-
-    # All rows share a scale (dynamic int8), a large value in any row exempts its column from quantisation (LLM.int8,
-    # above 6), or many rows run another kernel than few. In `row`, a scale of its own loses the values below half of
-    # the step that 8 bits have beside the large ones.
-    below_half = others * (0.45 * 4 / 127)
-    row = large + below_half
-    if not (output(row, torch.full_like(row, 1e4)) - output(row)).norm() <= contribution(below_half) / 2:
-        return "give a row another result beside other rows"
-    # Every row has a scale of its own. Differences within rounding then move inputs to the next of 256 values or less,
-    # and tokens differ much more often than they do by rounding: in float32 as well as in bfloat16.
-    nudge = others / 128
-    if not (output(large + others + nudge) - output(large + others)).norm() >= contribution(nudge) / 2:
-        return "round their inputs to 8 bits, so that tokens would often differ from plain decoding's"
-    return None
-
-
 # Rules.
 
 
-def _no_draft_reason(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[str, Any]) -> str | None:
+def _no_draft_reason(
+    model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any]
+) -> str | None:
     """The reason why nothing can be verified in this call, if there is one."""
     config = model.config.get_text_config(decoder=True)
     cache = model_kwargs.get("past_key_values")
@@ -528,8 +441,8 @@ def _no_draft_reason(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Ma
     if getattr(cache, "offloading", False):
         return f"the cache is a {type(cache).__name__} that is offloaded (use a DynamicCache)"
     # Classes of transformers and of the model's own code are tried by the probe.
-    for part in {type(part): part for part in (cache, *getattr(cache, "layers", ()))}.values():
-        if (changed := _own_method(part, ("transformers.", type(model).__module__))) is not None:
+    for each in {type(each): each for each in (cache, *getattr(cache, "layers", ()))}.values():
+        if (changed := _own_method(each, ("transformers.", type(model).__module__))) is not None:
             return f"the cache has its own {changed}, and may keep something else than every token's keys and values"
     mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
     past = cached_tokens(cache)
@@ -544,6 +457,9 @@ def _no_draft_reason(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Ma
     layers = getattr(cache, "layers", [])[crossing[0] : crossing[0] + 1] if crossing else []
     if crossing and (extra_inputs(model_kwargs) or any(layer.is_initialized for layer in layers)):
         return "the target's cross-attention layers keep an image in the cache, which then cannot drop branches"
+    wanted = [name for name in LAYER_OUTPUTS if getattr(generation_config, name)]
+    if wanted and generation_config.return_dict_in_generate and part("layer_outputs") is None:
+        return f"`{wanted[0]}` was asked for, which the installed package returns (`pip install hf-falcon`)"
     return None
 
 
@@ -574,7 +490,7 @@ def _no_tree_reason(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Map
     if (changed := _own_method(cache, ("transformers.cache_utils",))) is not None:
         return f"the cache has its own {changed}, which may know nothing of a tree"
     # By exact type: a subclass may keep more than keys and values.
-    odd = {type(layer).__name__ for layer in cache.layers if type(layer) not in _CACHE_LAYERS}
+    odd = {type(layer).__name__ for layer in cache.layers if type(layer) not in ROW_LAYERS}
     if odd:
         return f"the cache has layers of type {sorted(odd)}, which may keep more than keys and values"
     # A tree's forward can pass on what is the same in every step.
@@ -598,48 +514,8 @@ def _no_chain_reason(
     """The reason why not even a chain can be verified in this call, if there is one."""
     if rows > 1:
         return "the batch has several rows"
-    if isinstance(model_kwargs.get("past_key_values"), StaticCache):
-        return "a static cache cannot drop rejected tokens"
-    if rope_boundary(model.config.get_text_config(decoder=True))[0] is not None:
-        return "its rotary frequencies depend on the length of the text"
-    wanted = [name for name in ("output_hidden_states", "output_attentions") if getattr(generation_config, name)]
-    if generation_config.return_dict_in_generate and wanted:
-        return f"`{wanted[0]}` was asked for, which a chain has in another form"
-    return None
-
-
-def _no_batch_reason(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    logits_processor: LogitsProcessorList,
-    stopping_criteria: StoppingCriteriaList,
-    generation_config: GenerationConfig,
-    model_kwargs: Mapping[str, Any],
-) -> str | None:
-    """The reason why the rows of a batch cannot advance independently in this call, if there is one."""
-    parts = ((logits_processor, _ROWWISE_PROCESSORS), (stopping_criteria, _ROWWISE_CRITERIA))
-    odd = [type(each).__name__ for given, known in parts for each in given if type(each) not in known]
-    if odd:
-        return f"the batch has several rows, and {odd[0]} may look at all of them at once"
-    kinds = {type(each) for each in stopping_criteria}
-    if generation.EosTokenCriteria not in kinds and kinds - {generation.MaxLengthCriteria}:
-        return "the batch has several rows, and without an `eos_token_id` rows that have ended continue"
-    if rope_boundary(model.config.get_text_config(decoder=True))[0] is not None:
-        return "the batch has several rows, and the target's rotary frequencies depend on the longest"
-    if model_kwargs["past_key_values"].get_seq_length() > 0:
-        return "the batch has several rows and continues from a cache"
-    mask = model_kwargs.get("attention_mask")
-    if mask is not None and not bool(mask.any(dim=-1).all()):
-        return "the batch has a row that is all padding"
-    positions = model_kwargs.get("position_ids")
-    if positions is not None and positions.dim() > 2:
-        return "the batch has several rows, and the target has positions of several kinds"
-    if extras := sorted(extra_inputs(first_step(model, input_ids, model_kwargs)).keys() - {"output_router_logits"}):
-        return f"the batch has several rows, and every new token of the target takes {extras}"
-    if model_kwargs.get("inputs_embeds") is not None:
-        return "the batch has several rows and is given as `inputs_embeds`"
-    outputs = ("output_scores", "output_logits", "output_hidden_states", "output_attentions")
-    wanted = [name for name in outputs if getattr(generation_config, name)]
-    if generation_config.return_dict_in_generate and wanted:
-        return f"the batch has several rows, and `{wanted[0]}` was asked for, which covers rows that have ended"
-    return None
+    chains = part("chains")
+    if chains is None:
+        return "only the installed package verifies chains (`pip install hf-falcon`)"
+    reason: str | None = chains.refusal_of_call(model, generation_config, model_kwargs)
+    return reason

@@ -46,6 +46,10 @@ _ROUTER = "output_router_logits"
 _LENGTH_NAMES = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len")
 
 
+# Values of a matrix that identify it.
+_SAMPLED_VALUES = 16
+
+
 class FeatureTap:
     """
     Collects the target's features, the last hidden states after its final norm, from every forward of this thread.
@@ -234,6 +238,17 @@ def is_quantised(layer: nn.Module) -> bool:
     # of layers that are spread over devices.
     is_own = hasattr(weight, "__tensor_flatten__") and not type(weight).__module__.startswith("torch.")
     return not isinstance(weight, Tensor) or is_own or not weight.is_floating_point() or weight.itemsize < 2
+
+
+def is_spread(weight: Any) -> bool:
+    """Whether a weight is a DTensor, of which each process has a part. Not every build of torch has that class."""
+    return type(weight).__module__.startswith("torch.distributed.")
+
+
+def some_values(matrix: Tensor) -> Tensor:
+    """A sample of a matrix's values, spread over the whole matrix, that identifies the matrix."""
+    flat = matrix.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // _SAMPLED_VALUES)][:_SAMPLED_VALUES]
 
 
 def is_compiled(module: nn.Module) -> bool:

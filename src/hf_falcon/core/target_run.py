@@ -11,17 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, GenerationConfig, PreTrainedModel
 
-from .caches import Rewind, RowSlots, SlotLayer, adopt_layers, give_back
-from .costs import Costs
-from .draft_statistics import LayerOutputs
-from .hook import extend_model_kwargs, is_user_defined, prefill
-from .interfaces import CallObserver, target_acceleration
+from .caches import RowSlots, SlotLayer, adopt_layers, give_back
+from .hook import extend_model_kwargs, prefill
+from .interfaces import part, target_acceleration
 from .modeling_falcon_draft import additive_mask, hide_end
 from .target_parts import (
-    CACHE_NAMES,
     SLIDING,
     FeatureTap,
-    cached_tokens,
     depth_boundaries,
     depth_left,
     first_step,
@@ -49,6 +45,22 @@ class PromptFeatures(NamedTuple):
     padding: int
 
 
+class NoLayerOutputs:
+    """The outputs of the target's layers, which this call does not ask for. The installed package has others."""
+
+    hidden_states = attentions = None
+
+    def __init__(self, generation_config: GenerationConfig | None = None):
+        # Of the target's forward.
+        self.arguments: dict[str, Any] = {}
+
+    def add_step(self, outputs: Any) -> None:
+        """Adds the outputs of a forward that plain decoding runs in the same way: the prompt, or a single token."""
+
+    def add_path(self, outputs: Any, path: Tensor, cache: Cache) -> None:
+        """Adds the outputs of a tree's forward for the nodes of `path`, of shape `(kept,)`."""
+
+
 class TargetRun:
     """
     The target during one `generate` call, for one row or several: prefills, scores trees and keeps accepted paths.
@@ -61,9 +73,13 @@ class TargetRun:
         feature_layers (sequence of `int`, *optional*): see [`FeatureTap`].
     """
 
-    # See [`ChainRun`].
+    takes_trees = True
+    # Accepted tokens that are not in the cache yet, and their largest number: a run of chains may have some. It then
+    # reads the costs.
     deferred = most_deferred = 0
-    observer = CallObserver()
+    costs: Any = None
+    # What sees the rounds of the call; see the part "learning".
+    observer: Any = None
 
     def __init__(
         self,
@@ -90,7 +106,7 @@ class TargetRun:
         # cache, of shape `(rows, 1)`, or `(kinds, rows, 1)` where a token has positions of several kinds.
         self._first_step: dict[str, Any] = {}
         self._position_shift = torch.zeros(1, 1, dtype=torch.long, device="cpu")
-        self.layer_outputs = LayerOutputs(generation_config)
+        self.layer_outputs = (part("layer_outputs") or NoLayerOutputs)(generation_config)
         self._outputs: Any = None
         reads_layers = bool(feature_layers or self.layer_outputs.arguments)
         self.acceleration = target_acceleration(model, is_batch=len(self._slots) > 1, reads_layers=reads_layers)
@@ -132,7 +148,7 @@ class TargetRun:
         positions = self._first_step.get("position_ids")
         if positions is not None:
             self._position_shift = positions[..., -1:].cpu() - self.length
-        return outputs.logits[:, -1], _prompt_features(tap.take(), input_ids, mask, self.length)
+        return outputs.logits[:, -1], prompt_features(tap.take(), input_ids, mask, self.length)
 
     def max_tree_depth(self, row: int = 0) -> int | None:
         """How deep a row's tree may go; see [`depth_left`]."""
@@ -284,9 +300,7 @@ class TargetRun:
         if outputs is not None and self.layer_outputs.arguments:
             # Rows of a batch are decoded plainly if the call asks for these.
             [path] = paths
-            windows = {kind: getattr(self._layer_of_kind(kind), "sliding_window", None) for kind in self._kinds}
-            kinds = getattr(self._config, "layer_types", None) or self._kinds * self._config.num_hidden_layers
-            self.layer_outputs.add_path(outputs, path, [windows[kind] for kind in kinds])
+            self.layer_outputs.add_path(outputs, path, self.cache)
 
     def _mask(self, kind: str, places: Tensor, visible: Tensor) -> Tensor:
         """
@@ -331,7 +345,7 @@ class TargetRun:
         return self.cache.layers[index]
 
 
-def _prompt_features(features: Tensor, input_ids: Tensor, mask: Tensor | None, length: int) -> list[PromptFeatures]:
+def prompt_features(features: Tensor, input_ids: Tensor, mask: Tensor | None, length: int) -> list[PromptFeatures]:
     """
     Each row's features of its prompt.
 
@@ -352,161 +366,3 @@ def _prompt_features(features: Tensor, input_ids: Tensor, mask: Tensor | None, l
         first_position = max(0, length - (positions - unread) - count)
         found.append(PromptFeatures(features[row : row + 1, unread:], first_position, count))
     return found
-
-
-class ChainRun:
-    """
-    The target during one `generate` call, where it takes no tree: a round scores one path of tokens, prepared as
-    `generate` prepares a step, with the model's own mask and positions.
-
-    Where a layer keeps a recurrent state, rejected tokens cannot be dropped from it. The cache then goes back to where
-    it was before the forward, and the accepted tokens are deferred: the next forward runs them again, before its path.
-    They enter the cache with the first forward of which every token is accepted.
-
-    Args:
-        model, input_ids, generation_config, model_kwargs, feature_layers: see [`TargetRun`]; of one row.
-    """
-
-    # Tokens that may be deferred before they enter the cache.
-    most_deferred = 16
-    observer = CallObserver()
-
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        generation_config: GenerationConfig,
-        model_kwargs: dict[str, Any],
-        feature_layers: Sequence[int] = (),
-    ):
-        self.model = model
-        self._tap = FeatureTap(model, feature_layers)
-        self._generation_config = generation_config
-        self._boundaries = depth_boundaries(model)
-        # They describe the tokens in the cache.
-        self._model_kwargs = model_kwargs
-        self._cache_name = next((name for name in CACHE_NAMES if name in model_kwargs), CACHE_NAMES[0])
-        self._rewind: Rewind | None = None
-        self._outputs: Any = None
-        self.layer_outputs = LayerOutputs(generation_config)
-        # The outputs of layers are hidden from compiled code; it has no tree here to run either.
-        self.acceleration = target_acceleration(model, reads_layers=True)
-        # Tokens in the cache, and deferred ones.
-        self.length = 0
-        # What forwards cost, for the decision when deferred tokens enter the cache.
-        self.costs: Costs | None = None
-        # Accepted tokens that are not in the cache.
-        self.deferred = 0
-        # What running deferred tokens again has cost since they were first deferred, in plain steps.
-        self._spent = 0.0
-        # Tokens that the last forward ran, the deferred ones among them.
-        self._added = 0
-        # The text that the cache and the deferred tokens are of.
-        self._tokens = input_ids.cpu()
-        self._path = self._tokens
-
-    @property
-    def cache(self) -> Any:
-        """The target's cache."""
-        return self._model_kwargs.get(self._cache_name) if self._rewind is None else self._rewind.cache
-
-    @property
-    def prompt_embeds(self) -> Tensor | None:
-        """See [`TargetRun.prompt_embeds`]."""
-        return self._model_kwargs.get("inputs_embeds")
-
-    def prefill(self, input_ids: Tensor) -> tuple[Tensor, list[PromptFeatures]]:
-        """See [`TargetRun.prefill`]."""
-        embeds, past = self.prompt_embeds, self.cache
-        self.length = input_ids.shape[1]
-        if embeds is not None:
-            self.length = embeds.shape[1] + (cached_tokens(past) if isinstance(past, Cache) else 0)
-        with self._tap as tap:
-            outputs = self._outputs = prefill(
-                self.model,
-                input_ids,
-                self._generation_config,
-                self._model_kwargs,
-                is_first_iteration=not self._generation_config.is_assistant,
-            )
-        # Not every model returns the cache that it was given.
-        self._cache_name = next((name for name in CACHE_NAMES if name in outputs), self._cache_name)
-        cache = outputs.get(self._cache_name, self._model_kwargs.get(self._cache_name))
-        slots = RowSlots([cached_tokens(cache) if isinstance(cache, Cache) else 0], self.model.device)
-        self._rewind = Rewind(cache, slots)
-        mask = self._model_kwargs.get("attention_mask")
-        # GIT puts its image before the prompt.
-        return outputs.logits[:, -1], _prompt_features(tap.take()[:, -self.length :], input_ids, mask, self.length)
-
-    def max_tree_depth(self, row: int = 0) -> int | None:
-        """As [`TargetRun.max_tree_depth`]; 0 where a forward without draft had better cache the deferred tokens."""
-        left = depth_left(self._boundaries, self.length)
-        if self.deferred >= self.most_deferred:
-            return 0
-        if self.deferred == 0 or self.costs is None:
-            return left
-        # As in the problem of renting or buying: no more than twice what the best moment would have cost. Such a
-        # forward brings one token, which drafting brings in half a plain step.
-        price = self.costs.target(self.deferred)[-1] - 0.5
-        return 0 if self._spent >= price else left
-
-    def score(self, trees: Sequence[DraftTree], texts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """
-        One forward over the deferred tokens and a path.
-
-        Args:
-            trees (sequence of [`DraftTree`]): one, of a single path: each node is the parent of the next one.
-            texts: see [`TargetRun.score`].
-
-        Returns:
-            See [`TargetRun.score`].
-        """
-        assert self._rewind is not None
-        [tree], [text] = trees, texts
-        self._added = self.deferred + len(tree)
-        if self._added > 1 or is_user_defined(self.cache):
-            self._rewind.mark()
-        self._path = torch.cat((text, tree.token_ids[None, 1:]), dim=1)
-        logits, features = self._forward(self._path, self._added)
-        if self.deferred and self.costs is not None:
-            times = self.costs.target(self._added - 1)
-            self._spent += times[-1] - times[len(tree) - 1]
-        return logits[:, -len(tree) :], features[:, -len(tree) :]
-
-    def _forward(self, tokens: Tensor, added: int) -> tuple[Tensor, Tensor]:
-        """Runs the last `added` tokens of a text whose others are in the cache."""
-        kwargs = extend_model_kwargs(self.model, self._model_kwargs, added, self._outputs)
-        kwargs[self._cache_name] = self.cache
-        inputs = self.model.prepare_inputs_for_generation(
-            to_device(tokens, self.model.device), next_sequence_length=added, **kwargs
-        )
-        if "logits_to_keep" in inputs:
-            inputs["logits_to_keep"] = added
-        with self._tap as tap:
-            self._outputs = self.model(**inputs, return_dict=True)
-        return self._outputs.logits, tap.take()
-
-    def accept(self, paths: Sequence[Tensor]) -> None:
-        """See [`TargetRun.accept`]."""
-        assert self._rewind is not None
-        [path] = paths
-        kept = self.deferred + path.shape[0]
-        self.length += path.shape[0]
-        self._tokens = self._path[:, : self._path.shape[1] - self._added + kept]
-        if self._rewind.keep(self._added, kept):
-            self._model_kwargs = extend_model_kwargs(self.model, self._model_kwargs, kept, self._outputs)
-            self.deferred, self._spent = 0, 0.0
-        else:
-            self.deferred = kept
-
-    def finish(self, sequences: Tensor | None = None) -> Any:
-        """See [`TargetRun.finish`]."""
-        if self._rewind is None:
-            return self.cache
-        # A round that broke off.
-        self._rewind.undo()
-        if self.deferred and (self._generation_config.return_dict_in_generate or is_user_defined(self.cache)):
-            self._forward(self._tokens, self.deferred)
-            self._rewind.keep(self.deferred, self.deferred)
-        self._rewind.finish()
-        return self.cache

@@ -1,11 +1,10 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-Trees of draft tokens: static trees (Falcon, section 3.4) and dynamic trees, best first with a node budget (EAGLE-2,
-DDTree).
+Trees of draft tokens; dynamic trees, best first with a node budget (EAGLE-2, DDTree).
 
-A tree grows level by level. Both kinds have the same interface: `start()` returns a round; `round.add` takes the
-candidates of a level; `round.branches` returns the nodes that the next level continues; `round.finish` returns the
-[`DraftTree`] to verify. One draft pass gives the candidates of `block_size` levels.
+A tree grows level by level: `start()` returns a round; `round.add` takes the candidates of a level; `round.branches`
+returns the nodes that the next level continues; `round.finish` returns the [`DraftTree`] to verify. One draft pass
+gives the candidates of `block_size` levels. The installed package has static trees, with the same interface.
 
 Levels grow on the drafter's device, which the host does not wait for. [`collect`] then brings all candidates to the
 host in one transfer, and the finished tree is on the host.
@@ -13,18 +12,14 @@ host in one transfer, and the finished tree is on the host.
 
 from __future__ import annotations
 
-import heapq
 import itertools
-import math
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-Path = tuple[int, ...]
 
 
 @dataclass
@@ -128,171 +123,6 @@ def chain(token_ids: Tensor) -> DraftTree:
     """The tree of one path, whose root is the first of `token_ids` of shape `(nodes,)`."""
     nodes = torch.arange(token_ids.shape[0], device="cpu")
     return DraftTree(token_ids, (nodes - 1).clamp(min=0), nodes, nodes[:, None] >= nodes)
-
-
-def validate_paths(paths: Iterable[Sequence[int]]) -> list[Path]:
-    """
-    Checks a static tree: each node a tuple of child ranks, from the root; rank 0 is the most probable child.
-
-    Returns:
-        `list[tuple[int, ...]]`: the paths, by depth, then by ranks.
-
-    Raises:
-        `ValueError`: for an empty tree, a repeated path, a negative rank, or a path without its parent.
-    """
-    nodes = [tuple(path) for path in paths]
-    if not nodes:
-        raise ValueError("`draft_tree` has no paths: give at least `[(0,)]`.")
-    known = set(nodes)
-    for path in nodes:
-        if not path or any(isinstance(rank, bool) or not isinstance(rank, int) or rank < 0 for rank in path):
-            raise ValueError(f"`draft_tree` has the path {path}: a path is one or more child ranks of at least 0.")
-        if len(path) > 1 and path[:-1] not in known:
-            raise ValueError(f"`draft_tree` has the path {path} without its parent {path[:-1]}: add the parent.")
-    if len(known) != len(nodes):
-        twice = next(path for path, count in Counter(nodes).items() if count > 1)
-        raise ValueError(f"`draft_tree` has the path {twice} more than once: leave one.")
-    return sorted(nodes, key=lambda path: (len(path), path))
-
-
-def static_paths(num_nodes: int, max_depth: int, max_children: int) -> list[Path]:
-    """
-    A static tree of the nodes with the highest acceptance, if the child of rank r is accepted with probability
-    0.6 / (r + 1)^1.7. Measured acceptance falls with the rank in this way; only the order of nodes matters.
-
-    Args:
-        num_nodes (`int`): nodes of the tree without the root. The tree has fewer if no more fit.
-        max_depth (`int`): the largest number of levels.
-        max_children (`int`): the largest number of children of one node.
-
-    Returns:
-        `list[tuple[int, ...]]`: see [`validate_paths`].
-    """
-    costs = [-math.log(0.6 / (rank + 1) ** 1.7) for rank in range(max_children)]
-    heap: list[tuple[float, Path]] = [(costs[0], (0,))]
-    chosen: list[Path] = []
-    while heap and len(chosen) < num_nodes:
-        cost, path = heapq.heappop(heap)
-        chosen.append(path)
-        rank = path[-1]
-        if rank + 1 < max_children:
-            heapq.heappush(heap, (cost - costs[rank] + costs[rank + 1], (*path[:-1], rank + 1)))
-        if len(path) < max_depth:
-            heapq.heappush(heap, (cost + costs[0], (*path, 0)))
-    return validate_paths(chosen)
-
-
-class StaticTree:
-    """
-    A fixed tree. Its mask and indices are computed once; a round with less depth uses a slice of them.
-
-    Args:
-        paths (`list[tuple[int, ...]]`): see [`validate_paths`].
-        device (`torch.device`, *optional*, defaults to `"cpu"`): the drafter's device.
-
-    Raises:
-        `ValueError`: if the paths do not form a tree.
-    """
-
-    def __init__(self, paths: Iterable[Sequence[int]], device: torch.device | str = "cpu"):
-        nodes = validate_paths(paths)
-        self.max_depth = len(nodes[-1])
-        self.max_children = 1 + max(path[-1] for path in nodes)
-        index = {(): 0, **{path: i for i, path in enumerate(nodes, start=1)}}
-        depths = [0] + [len(path) for path in nodes]
-        self.parents = torch.tensor([0] + [index[path[:-1]] for path in nodes], device="cpu")
-        self.depths = torch.tensor(depths, device="cpu")
-        self.visible = ancestor_mask(self.parents, self.max_depth)
-        # The number of nodes up to each depth. Nodes are sorted by depth, so a shallower tree is a prefix.
-        self.nodes_to_depth = [sum(depth <= d for depth in depths) for d in range(self.max_depth + 1)]
-        self.levels: list[StaticLevel] = []
-        inner_nodes = {path[:-1] for path in nodes}
-        extended: list[Path] = [()]
-        for depth in range(1, self.max_depth + 1):
-            rows = {path: row for row, path in enumerate(extended)}
-            level = [path for path in nodes if len(path) == depth]
-            extended = [path for path in level if path in inner_nodes]
-            self.levels.append(
-                StaticLevel(
-                    rows=torch.tensor([rows[path[:-1]] for path in level], device="cpu"),
-                    ranks=torch.tensor([path[-1] for path in level], device="cpu"),
-                    extended_rows=torch.tensor([rows[path[:-1]] for path in extended], device=device),
-                    extended_ranks=torch.tensor([path[-1] for path in extended], device=device),
-                )
-            )
-
-    def start(self, max_depth: int) -> StaticRound:
-        """A round that goes at most `max_depth` tokens deep."""
-        return StaticRound(self, min(max_depth, self.max_depth))
-
-
-@dataclass
-class StaticLevel:
-    """
-    For each node of a level, the row and rank of its token among the candidates, on the host; the same for its inner
-    nodes, on the drafter's device.
-    """
-
-    rows: Tensor
-    ranks: Tensor
-    extended_rows: Tensor
-    extended_ranks: Tensor
-
-
-class StaticRound:
-    """One round of a [`StaticTree`]."""
-
-    def __init__(self, tree: StaticTree, max_depth: int):
-        self._tree, self._max_depth = tree, max_depth
-        self._candidates: list[Tensor] = []
-        self._proposals: list[Tensor] = []
-        self._is_collected = False
-
-    def add(self, log_probs: Tensor, token_ids: Tensor, *proposals: Tensor) -> None:
-        """
-        See [`DynamicRound.add`]. A static tree does not use probabilities. It keeps `proposals`, the distributions
-        that the candidates were drawn from, of shape `(rows, draft_vocab_size)`.
-        """
-        self._candidates.append(token_ids)
-        # The rows of all levels together are the nodes with children, in their order.
-        self._proposals += proposals
-
-    def branches(self) -> Branches | None:
-        """See [`DynamicRound.branches`]."""
-        depth = len(self._candidates)
-        if depth in (0, self._max_depth):
-            return None
-        level = self._tree.levels[depth - 1]
-        tokens = self._candidates[-1][level.extended_rows, level.extended_ranks]
-        return Branches(level.extended_rows, tokens, depth=depth)
-
-    def best(self, depth: int | None = None) -> Tensor:
-        """See [`DynamicRound.best`]. A static tree ranks no nodes."""
-        return torch.empty(0, device="cpu")
-
-    def candidates(self) -> list[Tensor]:
-        """See [`DynamicRound.candidates`]."""
-        return [] if self._is_collected else self._candidates
-
-    def take(self, candidates: list[Tensor]) -> None:
-        """See [`DynamicRound.take`]."""
-        if not self._is_collected:
-            self._candidates, self._is_collected = candidates, True
-
-    def finish(self, root: Tensor, size: int | None = None) -> DraftTree:
-        """See [`DynamicRound.finish`]. The size of a static tree is fixed."""
-        collect([self])
-        tree = self._tree
-        nodes = tree.nodes_to_depth[len(self._candidates)]
-        levels = [each[level.rows, level.ranks] for each, level in zip(self._candidates, tree.levels)]
-        proposals = torch.cat(self._proposals) if self._proposals else None
-        return DraftTree(
-            torch.cat([root, *levels]),
-            tree.parents[:nodes],
-            tree.depths[:nodes],
-            tree.visible[:nodes, :nodes],
-            proposals=proposals,
-        )
 
 
 class DynamicTree:
@@ -470,7 +300,7 @@ class DynamicRound:
         return scores.topk(min(self._tree.width, scores.shape[0]))
 
 
-def collect(rounds: Sequence[StaticRound | DynamicRound]) -> None:
+def collect(rounds: Sequence[Any]) -> None:
     """Brings the candidates of some rounds to the host, in one transfer. A round that is there stays as it is."""
     parts = [each.candidates() for each in rounds]
     found = to_host(*itertools.chain.from_iterable(parts))

@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
     LogitsProcessorList,
     StoppingCriteriaList,
     generation,
@@ -25,53 +23,10 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from .draft_statistics import NearTies
-from .hook import allowed_tokens_function, pad_token
 from .tree import DraftTree, to_device, to_host
 
 # Verifies the tree of a row; see [`verify`].
 Verification = Callable[[DraftTree, Tensor, "TokenSequence"], tuple[Tensor, int]]
-
-# Steps that the fastest row may be ahead of the slowest: the noise of a step is kept until all rows have used it.
-_MOST_STEPS_AHEAD = 64
-
-
-class StepNoise:
-    """
-    The noise of each step of a batch, as plain decoding draws it.
-
-    To draw one token a row, `torch.multinomial` takes the largest p / q, where q is drawn from the exponential
-    distribution for all rows and tokens at once. Here q is drawn once a step, in the order of the steps, when the
-    first row reaches it. So the random generator also advances from call to call as in plain decoding.
-    """
-
-    def __init__(self, rows: int):
-        self._rows = rows
-        self._first = 0
-        self._steps: list[Tensor] = []
-
-    def draw(self, probs: Tensor, row: int, step: int) -> Tensor:
-        """
-        Draws a row's token of a step.
-
-        Args:
-            probs (`torch.Tensor` of shape `(1, vocab_size)`): probabilities of the row.
-            row (`int`): which of the rows it is.
-            step (`int`): which token of the row it is, from 0; its noise must not be dropped yet.
-
-        Returns:
-            `torch.LongTensor` of shape `(1,)`; -1 if probabilities are negative, infinite or NaN.
-        """
-        while self._first + len(self._steps) <= step:
-            self._steps.append(torch.empty_like(probs.expand(self._rows, -1).contiguous()).exponential_())
-        # Asked of the token, not of the device now: `emit` refuses the token -1.
-        is_valid = (probs >= 0).all() & probs.isfinite().all()
-        return torch.where(is_valid, (probs / self._steps[step - self._first][row]).argmax(dim=-1), -1)
-
-    def drop(self, steps: int) -> None:
-        """Drops the noise of all steps before `steps`, which no row needs any more."""
-        del self._steps[: max(0, steps - self._first)]
-        self._first = max(self._first, steps)
-
 
 # Criteria that read token ids alone, and so are asked on the host; by exact type, as a subclass may differ.
 _HOST_CRITERIA = {
@@ -339,14 +294,14 @@ def greedy_path(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor]:
 
 class Batch:
     """
-    The sequences of one `generate` call. Each row takes a step of plain decoding when it reaches it.
+    The sequences of one `generate` call: here a single one. [`~batches.RowsBatch`] has several.
 
     Args:
         input_ids (`torch.LongTensor` of shape `(rows, length)`): the prompts, of one length by padding.
         logits_processor ([`LogitsProcessorList`]): processors and warpers of the call.
         stopping_criteria ([`StoppingCriteriaList`]): when rows end.
         generation_config ([`GenerationConfig`]): configuration of the call.
-        streamer ([`BaseStreamer`], *optional*): gets the tokens of a step once all rows have them.
+        streamer ([`BaseStreamer`], *optional*): gets the tokens.
     """
 
     def __init__(
@@ -357,24 +312,17 @@ class Batch:
         generation_config: GenerationConfig,
         streamer: BaseStreamer | None = None,
     ):
-        self.prompts = input_ids
-        self.noise = StepNoise(input_ids.shape[0])
-        self._samples = generation_config.do_sample
-        self._streamer = streamer
-        self._streamed = 0
-        padding = pad_token(generation_config)
-        self._padding = None if padding is None else int(padding)
-        call = stopping_criteria, generation_config
-        if input_ids.shape[0] == 1:
-            self.rows = [TokenSequence(input_ids, logits_processor, *call, streamer)]
-            return
-        self.rows = [
-            TokenSequence(ids, _processors_of_row(logits_processor, row), *call, draw=partial(self._draw, row))
-            for row, ids in enumerate(input_ids.split(1))
-        ]
-        for sequence in self.rows:
-            # Recorded for a single row only: see [`DraftStatistics`].
-            sequence.near_ties = None
+        self.prompts, self._streamer = input_ids, streamer
+        self.rows = self._make_rows(logits_processor, stopping_criteria, generation_config)
+
+    def _make_rows(
+        self,
+        logits_processor: LogitsProcessorList,
+        stopping_criteria: StoppingCriteriaList,
+        generation_config: GenerationConfig,
+    ) -> list[TokenSequence]:
+        call = logits_processor, stopping_criteria, generation_config
+        return [TokenSequence(self.prompts, *call, self._streamer)]
 
     @property
     def input_ids(self) -> Tensor:
@@ -384,64 +332,18 @@ class Batch:
     @property
     def token_ids(self) -> Tensor:
         """All rows, of shape `(rows, length)`, with padding behind those that ended early; on the host."""
-        rows = [row.token_ids[0] for row in self.rows]
-        if len({len(row) for row in rows}) == 1:
-            return torch.stack(rows)
-        # A row ends before the others by an EOS token only, and then `generate` has a padding token.
-        assert self._padding is not None
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._padding)
+        return self.rows[0].token_ids
 
     @property
     def new_tokens(self) -> int:
         """Tokens that were emitted, without padding."""
         return sum(row.new_tokens for row in self.rows)
 
-    @property
-    def steps(self) -> int:
-        """Tokens that every row has emitted that has not ended."""
-        return min((row.new_tokens for row in self.rows if not row.finished), default=self.longest)
-
-    @property
-    def longest(self) -> int:
-        """Tokens that the longest row has emitted."""
-        return max(row.new_tokens for row in self.rows)
-
     def tokens_left(self, sequence: TokenSequence) -> int:
-        """Tokens that a row may emit now: where samples are drawn, it may be only so far ahead of the others."""
-        if len(self.rows) == 1 or not self._samples:
-            return sequence.tokens_left
-        return min(sequence.tokens_left, self.steps + _MOST_STEPS_AHEAD + 1 - sequence.new_tokens)
+        """Tokens that a row may emit now."""
+        return sequence.tokens_left
 
     def stream(self) -> None:
-        """Streams the steps that all rows have reached, and drops their noise. A single row streams by itself."""
-        steps = self.steps
-        self.noise.drop(steps)
-        if self._streamer is None:
-            return
-        if len(self.rows) > 1 and steps > self._streamed:
-            first = self.prompts.shape[1]
-            for step in self.token_ids[:, first + self._streamed : first + steps].unbind(dim=1):
-                self._streamer.put(step)
-            self._streamed = steps
-        if all(row.finished for row in self.rows):
+        """Streams what was emitted since the last call. A single row streams each token by itself."""
+        if self._streamer is not None and self.rows[0].finished:
             self._streamer.end()
-
-    def _draw(self, row: int, probs: Tensor) -> Tensor:
-        return self.noise.draw(probs, row, self.rows[row].new_tokens)
-
-
-def _processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProcessorList:
-    """Processors that see one row alone, as the `row`-th of the batch."""
-    return LogitsProcessorList([_of_row(processor, row) for processor in processors])
-
-
-def _of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
-    if isinstance(processor, generation.PrefixConstrainedLogitsProcessor):
-        allowed = allowed_tokens_function(processor)
-        return generation.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
-    if isinstance(processor, generation.RepetitionPenaltyLogitsProcessor):
-        ignored = processor.prompt_ignore_length
-        # Newer versions leave out each row's own padding.
-        if isinstance(ignored, Tensor):
-            return generation.RepetitionPenaltyLogitsProcessor(processor.penalty, ignored[row : row + 1])
-    return processor

@@ -19,9 +19,10 @@ from ..core.caches import DraftCache
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
 from ..core.modeling_falcon_draft import hide_end
-from ..core.probe import TREES, verdict_of_prompt
+from ..core.probe import TREES
 from ..core.target_run import TargetRun
 from ..core.tree import chain
+from ..verdicts import verdict_of_prompt
 from .backend import CpuTarget
 from .compiled_code import captures_graphs
 from .compiled_passes import CompilableDrafter, CompiledHead, CompiledPasses

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.hook import replace_sdpa, sdpa_attention_forward
+from ..private_names import replace_sdpa, sdpa_attention_forward
 
 # An attribute that marks the masks of a round. It holds their forms for a group of heads, by the size of the group.
 _FORMS = "_hf_falcon_grouped"

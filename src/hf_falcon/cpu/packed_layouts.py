@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..core.checkpoint_files import some_values
+from ..core.target_parts import some_values
 
 # The number of rows that oneDNN chooses its layout for. Any number above one gives the same layout. The layout for one
 # row is slow for several.

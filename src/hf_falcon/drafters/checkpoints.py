@@ -18,11 +18,11 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.utils import WEIGHTS_NAME, cached_file
 
+from ..checkpoint_files import reading, refuse_problems
 from ..core.candidate_generator import limited_options
-from ..core.checkpoint_files import reading
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.draft_options import DraftOptions
-from ..core.drafter import DraftModel, refuse_problems
+from ..core.drafter import DraftModel
 from .files import LOADING, check_digests, read_object, refuse_adapter, stored_tensors, weight_files
 
 # Copies of the target's own weights, and tables that follow from the configuration.

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..core.checkpoint_files import weights_fingerprint
+from ..checkpoint_files import weights_fingerprint
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from .speculators_config import SpeculatorsDraftConfig
 

@@ -11,20 +11,21 @@ import importlib
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import safe_open
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.dynamic_module_utils import get_relative_import_files
 
+from ..checkpoint_files import fingerprints, reading, refuse_problems, weights_difference
 from ..core import custom_generate, drafter
-from ..core.checkpoint_files import reading
 from ..core.configuration_falcon_draft import FalconDraftConfig
-from ..core.drafter import FalconDraftModel, refuse_problems
+from ..core.drafter import FalconDraftModel
 from ..core.interfaces import DrafterFiles, register_files
 from .files import (
     FLOATING_DTYPES,
@@ -39,6 +40,7 @@ from .files import (
     upload,
     weight_files,
 )
+from .target_sizes import fields_for
 
 # The range of each size. The largest values are far beyond any real model: they come from a damaged or a hostile file.
 _RANGES = {
@@ -108,6 +110,26 @@ class CheckedFiles(DrafterFiles):
         if not fields:
             raise OSError(f"`{name}` has no `config.json`: give the folder or the repository of a Falcon drafter.")
         return fields, others
+
+    def reading(self, name: str) -> AbstractContextManager[object]:
+        """See [`checkpoint_files.reading`]."""
+        return reading(name)
+
+    def fingerprints(self, target: PreTrainedModel) -> dict[str, Any]:
+        """See [`checkpoint_files.fingerprints`]."""
+        return fingerprints(target)
+
+    def fields_for(self, target: PreTrainedConfig | PreTrainedModel) -> dict[str, Any]:
+        """See [`target_sizes.fields_for`]."""
+        return fields_for(target)
+
+    def difference(self, drafter: Any, target: PreTrainedModel) -> str | None:
+        """See [`weights_difference`]."""
+        return weights_difference(drafter, target)
+
+    def check_loaded(self, name: Any, problems: Any) -> None:
+        """See [`refuse_problems`]."""
+        refuse_problems(name, problems)
 
     def check(self, model_class: Any, name: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
         """

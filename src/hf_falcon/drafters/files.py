@@ -23,7 +23,7 @@ from transformers.utils import (
     is_peft_available,
 )
 
-from ..core.checkpoint_files import printable, read_json
+from ..checkpoint_files import printable, read_json
 
 # Of a configuration, and of the header of a safetensors file, which takes some hundred bytes for each tensor.
 _LARGEST_CONFIG, _LARGEST_HEADER = 2**22, 2**24

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers import initialization as init
 
-from ..core.checkpoint_files import reading
+from ..checkpoint_files import reading
 from ..core.draft_session import check_embedding
 from ..core.drafter import DraftModel
 from ..core.modeling_falcon_draft import FalconRMSNorm, KeyValueCache

@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,7 +23,7 @@ from transformers import PreTrainedModel
 
 from ..core.checkpoint_files import weights_fingerprint
 from ..core.drafter import DraftModel
-from ..core.interfaces import CallObserver, register_observer
+from ..core.interfaces import register_part
 from ..training.token_file import write_atomically
 from . import state as files
 from .budget import Budget
@@ -550,9 +551,20 @@ def learner_of(drafter: Any) -> Learner | None:
     return _learners.get(drafter)
 
 
-def _observer_of(drafter: Any, target: PreTrainedModel) -> CallObserver:
+def start_learning(
+    drafter: Any, target: PreTrainedModel, learn: bool | str | os.PathLike[str] | LearningOptions
+) -> Learner:
+    """Makes a drafter learn from the calls of a target, in place of an earlier learner; see [`attach`]."""
+    if (earlier := learner_of(drafter)) is not None:
+        earlier.close()
+    if not isinstance(learn, LearningOptions):
+        learn = LearningOptions(folder=None if isinstance(learn, bool) else learn)
+    return Learner(drafter, target, learn)
+
+
+def _observer_of(drafter: Any, target: PreTrainedModel) -> AbstractContextManager[CallRecorder | None]:
     learner = _learners.get(drafter)
-    return learner.observer() if learner is not None and learner.watches(target) else CallObserver()
+    return learner.observer() if learner is not None and learner.watches(target) else nullcontext()
 
 
 def _close_all() -> None:
@@ -567,6 +579,6 @@ def _install() -> None:
     """At the first learner: calls are watched, and the end of the process waits for a unit and saves."""
     global _installed
     if not _installed:
-        register_observer(_observer_of)
+        register_part("learning", _observer_of)
         atexit.register(_close_all)
         _installed = True

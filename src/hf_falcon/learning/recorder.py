@@ -9,7 +9,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ..core.interfaces import CallObserver
 from ..core.tree import to_device
 from .replay_buffer import CallRecord, RejectedPath, prompt_hash
 
@@ -50,9 +49,11 @@ class _Row:
     rejected: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
 
 
-class CallRecorder(CallObserver):
+class CallRecorder:
     """
-    The observer of one call of a drafter that learns. In a round it takes references and one selection of rows.
+    Sees the rounds of one call of a drafter that learns, and changes nothing: the part "learning" of the decoding loop.
+    In a round it takes references and one selection of rows. It is entered before the call, and left after it, also
+    after an error.
 
     Args:
         owner: takes the records at the end of the call.
@@ -82,11 +83,17 @@ class CallRecorder(CallObserver):
             self._owner.end_call(records, self._counts)
 
     def learning(self) -> dict[str, Any] | None:
-        """See [`CallObserver.learning`]."""
+        """What [`DraftStatistics`] shows."""
         return self._owner.learning()
 
     def start(self, sequence: Any, prompt: Any) -> None:
-        """See [`CallObserver.start`]."""
+        """
+        Takes a row's prompt.
+
+        Args:
+            sequence ([`TokenSequence`]): the row.
+            prompt ([`PromptFeatures`]): the features of its prompt.
+        """
         length = sequence.prompt_length
         # A prompt of embeddings, or a prefix that was in the cache, has no tokens here.
         known = min(prompt.features.shape[1], length - prompt.padding, _PROMPT_POSITIONS)
@@ -95,7 +102,15 @@ class CallRecorder(CallObserver):
             self._rows[id(sequence)] = _Row(sequence, [prompt.features[0, -known:].clone()], length - known, known)
 
     def add_round(self, sequence: Any, tree: Any, path: Tensor, features: Tensor) -> None:
-        """See [`CallObserver.add_round`]."""
+        """
+        Takes a round of a row.
+
+        Args:
+            sequence ([`TokenSequence`]): the row.
+            tree ([`DraftTree`]): the tree that was verified.
+            path (`torch.LongTensor` of shape `(emitted,)`): its nodes that were right; see [`verify`].
+            features (`torch.Tensor` of shape `(1, nodes, ...)`): the target's features of all its nodes, or more.
+        """
         self._counts.rounds += 1
         self._counts.accepted += path.shape[0] - 1
         self._counts.tokens += path.shape[0]

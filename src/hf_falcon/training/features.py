@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..core.checkpoint_files import weights_fingerprint
+from ..checkpoint_files import weights_fingerprint
 from ..core.target_parts import FeatureTap
 from .token_file import TokenFile
 

@@ -27,9 +27,9 @@ from jinja2 import TemplateError
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
 
-from ..core.checkpoint_files import weights_fingerprint
-from ..core.hook import takes_static_cache
+from ..checkpoint_files import weights_fingerprint
 from ..core.target_parts import FeatureTap
+from ..private_names import takes_static_cache
 from .dialogues import Message, read_dialogues
 from .features import identity, kept_file, kept_folder, record_features, save_features
 from .json_text import parse_json, short

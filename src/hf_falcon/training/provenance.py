@@ -13,7 +13,7 @@ import transformers
 from transformers import PreTrainedModel
 
 from .. import __version__
-from ..core.checkpoint_files import weights_fingerprint
+from ..checkpoint_files import weights_fingerprint
 from .token_file import TokenFile
 
 PROVENANCE_NAME = "provenance.json"

@@ -9,7 +9,7 @@ import hashlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-_FINGERPRINT_TENSORS = 32
+from .core.target_parts import is_spread, quantised_layers, some_values
 
-_FINGERPRINT_VALUES = 16
+# Names of weights in an error, at most: a hostile file can have hundreds of thousands.
+_MOST_SHOWN = 20
+
+_FINGERPRINT_TENSORS = 32
 
 # Both dtypes hold the bfloat16 rounding of a value exactly. float16 does not: a float16 copy would look like a
 # fine-tune.
@@ -142,9 +145,12 @@ def embedding_fingerprint(model: PreTrainedModel) -> str | None:
     return _fingerprint([weight]) if getattr(weight, "dtype", None) in _FINGERPRINT_DTYPES else None
 
 
-def is_spread(weight: Any) -> bool:
-    """Whether a weight is a DTensor, of which each process has a part. Not every build of torch has that class."""
-    return type(weight).__module__.startswith("torch.distributed.")
+def fingerprints(model: PreTrainedModel) -> dict[str, str | None]:
+    """The fields of a drafter's configuration by which the weights of its target are known."""
+    return {
+        "target_fingerprint": weights_fingerprint(model),
+        "target_embedding_fingerprint": embedding_fingerprint(model),
+    }
 
 
 def _fingerprint(matrices: Iterable[torch.Tensor]) -> str | None:
@@ -174,7 +180,53 @@ def _some_values(matrix: torch.Tensor) -> torch.Tensor:
     return some_values(matrix)
 
 
-def some_values(matrix: torch.Tensor) -> torch.Tensor:
-    """A sample of a matrix's values, spread over the whole matrix, that identifies the matrix."""
-    flat = matrix.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // _FINGERPRINT_VALUES)][:_FINGERPRINT_VALUES]
+def was_trained_for(drafter: Any, target: PreTrainedModel) -> bool:
+    """Whether the drafter was trained for the target's weights; `True` if their fingerprints are not known."""
+    expected = drafter.config.target_fingerprint
+    actual = weights_fingerprint(target) if expected is not None else None
+    return expected is None or actual is None or actual == expected
+
+
+def weights_difference(drafter: Any, target: PreTrainedModel) -> str | None:
+    """
+    A sentence that says how the target's weights differ from those that the drafter was trained for.
+
+    Returns:
+        `str`, or `None` if they do not differ; see [`was_trained_for`].
+    """
+    if was_trained_for(drafter, target):
+        return None
+    trained = drafter.config.target_name_or_path or "the model"
+    if any(quantised_layers(target)):
+        # Drafters of other methods do not have it.
+        expected = getattr(drafter.config, "target_embedding_fingerprint", None)
+        actual = embedding_fingerprint(target)
+        if expected is None or actual is None:
+            return (
+                f"The target is quantised, so its weights cannot be compared with those of {trained} that the drafter "
+                "was trained for."
+            )
+        if actual == expected:
+            return f"The target is a quantised copy of {trained}, which the drafter was trained for."
+    return f"The target's weights are not those of {trained} that the drafter was trained for."
+
+
+def refuse_problems(repository: Any, problems: Mapping[str, Any]) -> None:
+    """
+    Refuses a checkpoint whose weights do not belong to its configuration.
+
+    Args:
+        repository: its folder or name.
+        problems (`dict`): names of weights by the kind of problem, as transformers' loading reports them.
+
+    Raises:
+        `ValueError`: if there are any; it names the weights.
+    """
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if found := sorted(map(str, problems.get(problem) or ())):
+            shown, more = [printable(each) for each in found[:_MOST_SHOWN]], len(found) - _MOST_SHOWN
+            raise ValueError(
+                f"The checkpoint `{repository}` has {problem.replace('_', ' ')}: {shown}"
+                f"{f' and {more:,} more' if more > 0 else ''}. Its weights do not belong to its config.json: download "
+                "it again, or save it again with `save_pretrained`."
+            )

@@ -1,0 +1,163 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Drafters that a call of `generate` does not give as objects: attached ones, and those given by name."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers.generation.configuration_utils import GenerationMode
+from transformers.utils import logging
+
+from .core.hook import default_generation_params, is_drafter, register_finder
+from .learning.learner import learner_of, start_learning
+from .learning.options import LearningOptions
+from .pipelines import load_by_name
+
+logger = logging.get_logger(__name__)
+
+# Load a drafter by its name, with the arguments `name, dtype`, or return `None` if the name is of another kind of
+# model.
+Loader = Callable[[str, torch.dtype], Any]
+_loaders: list[Loader] = [load_by_name]
+# The attached drafter of each target, and the one that it loaded last by its name. They are freed with the target.
+_attached: weakref.WeakKeyDictionary[PreTrainedModel, Any] = weakref.WeakKeyDictionary()
+_loaded: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = weakref.WeakKeyDictionary()
+
+
+def attach(
+    target: PreTrainedModel,
+    drafter: PreTrainedModel | str | os.PathLike[str],
+    learn: bool | str | os.PathLike[str] | LearningOptions = False,
+) -> None:
+    """
+    Makes `target.generate` draft without an argument, also where a pipeline or transformers' server calls it. It
+    replaces a drafter that was attached before. Nothing is attached to a copy of the target.
+
+    A call runs as without an attached drafter, if
+
+    - it has an `assistant_model`; `None` is plain decoding,
+    - it has a `custom_generate`,
+    - its mode is not greedy search or sampling: beam search, or transformers' own prompt lookup
+      (`prompt_lookup_num_tokens` above 0),
+    - it has an argument that no drafter supports: `use_cache=False`, `cache_implementation="paged"`,
+      `assistant_tokenizer`, `num_assistant_tokens_schedule="heuristic_transient"`,
+    - the target is in training mode, or is the assistant of another model,
+    - the target was changed so that the drafter no longer fits; one warning says how.
+
+    Args:
+        target ([`PreTrainedModel`]): the target.
+        drafter ([`DraftModel`], `str` or `os.PathLike`):
+            The drafter, its name on the Hub or its folder. By name it is loaded at once, in the target's dtype and on
+            its device.
+        learn (`bool`, `str`, `os.PathLike` or [`LearningOptions`], *optional*, defaults to `False`):
+            Whether the drafter learns from the calls ([`Learner`]); a folder to keep what it learns in; or options.
+
+    Raises:
+        `TypeError`: if the target is not a transformers model that generates, or the drafter is another model.
+        `ValueError`: if the drafter was made for another target, or cannot learn.
+    """
+    if not isinstance(target, PreTrainedModel) or not isinstance(target, GenerationMixin):
+        raise TypeError(
+            f"`target` is a {type(target).__name__}: give the transformers model whose `generate` is called, such as "
+            "a `LlamaForCausalLM`, without a wrapper."
+        )
+    given = drafter
+    if isinstance(drafter, (str, os.PathLike)):
+        drafter = _load(target, drafter)
+    if not is_drafter(drafter):
+        found = repr(str(given)) if isinstance(given, (str, os.PathLike)) else f"a {type(given).__name__}"
+        raise TypeError(
+            f"`drafter` is {found}, not a drafter of hf_falcon: give a drafter, such as a `FalconDraftModel`, or the "
+            "name or the folder of one."
+        )
+    drafter.check_target(target)
+    if learn is not False:
+        start_learning(drafter, target, learn)
+    _attached[target] = drafter
+
+
+def detach(target: PreTrainedModel) -> None:
+    """
+    Undoes [`attach`], and ends the learning of the drafter. Nothing happens if no drafter is attached.
+
+    Args:
+        target ([`PreTrainedModel`]): the target.
+    """
+    drafter = _attached.pop(target, None)
+    if drafter is not None and (learner := learner_of(drafter)) is not None:
+        learner.close()
+
+
+def register_loader(load: Loader) -> None:
+    """Adds a loader for drafters that are given by name: `generate(assistant_model="user/drafter")`."""
+    _loaders.append(load)
+
+
+class AttachedDrafters:
+    """Finds attached drafters, and loads drafters by name; a [`~hook.DrafterFinder`]."""
+
+    def find(self, target: PreTrainedModel, name: str | os.PathLike[str] | None) -> Any:
+        """See [`~hook.DrafterFinder`]."""
+        return _attached.get(target) if name is None else _load(target, name)
+
+    def takes(
+        self, target: PreTrainedModel, drafter: Any, settings: dict[str, Any], arguments: dict[str, Any]
+    ) -> bool:
+        """
+        Whether transformers would decode a call plainly, and nothing in it is refused with a drafter; see [`attach`].
+        """
+        # With dropout every pass draws, and with gradient checkpointing the cache stays empty.
+        if target.training or arguments.get("assistant_tokenizer") is not None:
+            return False
+        if settings.get("use_cache") is False or settings.get("cache_implementation") == "paged":
+            return False
+        if settings.get("is_assistant") or settings.get("num_assistant_tokens_schedule") == "heuristic_transient":
+            return False
+        config = GenerationConfig()
+        # `generate` fills in the defaults before it asks for the mode.
+        for name, value in {**default_generation_params(), **settings}.items():
+            setattr(config, name, value)
+        # With 0 the drafter looks nothing up; transformers would look up a number of tokens that it then refuses.
+        config.prompt_lookup_num_tokens = config.prompt_lookup_num_tokens or None
+        if config.get_generation_mode() not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+            return False
+        try:
+            drafter.check_target(target)
+        # The target was changed after `attach`, such as by `resize_token_embeddings`. It generates all the same.
+        except ValueError as error:
+            logger.warning_once(f"The attached drafter is not used, plain decoding runs: {error}")
+            return False
+        return True
+
+
+def install() -> None:
+    """Makes `generate` find attached drafters, and drafters by name."""
+    register_finder(AttachedDrafters())
+
+
+def _load(target: PreTrainedModel, name: str | os.PathLike[str]) -> Any:
+    """
+    Loads the drafter in a folder or a repository of the Hub, in the target's dtype and on its device. Each target
+    loads it once, and again after the folder was saved again. If it is no drafter, the name itself is returned.
+    """
+    config_file = Path(name, "config.json")
+    saved = config_file.stat().st_mtime_ns if config_file.is_file() else None
+    wanted = (str(name), saved, target.dtype, target.device)
+    known, drafter = _loaded.get(target, (None, None))
+    if drafter is not None and known == wanted:
+        return drafter
+    # Parameters that are made in inference mode could not be used outside it.
+    with torch.inference_mode(False):
+        found = (load(str(name), target.dtype) for load in _loaders)
+        drafter = next((each for each in found if each is not None), None)
+        if drafter is None:
+            return name
+        drafter = drafter.to(target.device).eval()
+    _loaded[target] = (wanted, drafter)
+    return drafter

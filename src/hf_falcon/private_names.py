@@ -1,0 +1,58 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+Private names of transformers that the package uses outside the core; core/hook.py has the others. The docstring of
+each function says what happens if a version of transformers lacks the name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers import AttentionInterface, LogitsProcessor, PreTrainedModel
+
+from .core.hook import private_name
+
+try:
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+except ImportError:
+    # Attention is then never replaced, which only costs time.
+    sdpa_attention_forward = None
+
+
+def takes_static_cache(model: PreTrainedModel) -> bool:
+    """
+    Whether a model's forward supports a static cache, which writes in place. If transformers has no such mark, no
+    model counts as supporting it, and `generate` uses the slower default cache.
+    """
+    return getattr(model, "_can_compile_fullgraph", False)
+
+
+def allowed_tokens_function(processor: LogitsProcessor) -> Callable[[int, Tensor], list[int]]:
+    """
+    The function that a [`~transformers.PrefixConstrainedLogitsProcessor`] asks for the allowed tokens of a row. If the
+    processor keeps it under another name, an error says so.
+    """
+    return private_name(processor, "_prefix_allowed_tokens_fn", "apply `prefix_allowed_tokens_fn` to a batch")
+
+
+def leave_past_recording(layer: Any) -> None:
+    """
+    Undoes `Cache.activate_past_recording` for one layer, which transformers has no method for. If it stays on, the
+    next forward without a crop fails in transformers 5.17. Layers without the attribute record nothing.
+    """
+    if getattr(layer, "record_past", False):
+        layer.record_past = False
+
+
+def replace_sdpa(old: Callable[..., Any] | None, new: Callable[..., Any]) -> bool:
+    """
+    Makes `new` the attention function "sdpa" of all models, if it is `old` now, and returns whether it did. Another
+    library may have replaced it, and is left alone. The name is never absent in between: other threads look it up at
+    the same time. Both have the interface of [`sdpa_attention_forward`].
+    """
+    if old is None or AttentionInterface().get("sdpa") is not old:
+        return False
+    AttentionInterface.register("sdpa", new)
+    return True
