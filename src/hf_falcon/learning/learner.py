@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from ..core.checkpoint_files import weights_fingerprint
+from ..checkpoint_files import weights_fingerprint
 from ..core.drafter import DraftModel
 from ..core.interfaces import register_part
 from ..training.token_file import write_atomically
@@ -93,7 +93,8 @@ class LearningStatistics:
 class Learner:
     """
     Trains a drafter on what its target computes in calls of `generate`. It needs no forward of the target: the
-    features of every verified token, also of rejected ones, are there already, and the target's head gives its choices.
+    features of every verified token, also of rejected ones, are there already, and the target's head gives its
+    choices.
 
     Every call of the target with the drafter is watched from now on. Texts are kept in memory, some of them held out.
     A copy of the drafter is trained between calls and, by a thread of low priority, while no call runs; see
@@ -139,9 +140,7 @@ class Learner:
         self._student = Student(drafter, self.options)
         self._fingerprint = weights_fingerprint(drafter)
         chance = random.Random(self.options.seed)
-        self._buffer = ReplayBuffer(
-            self.options.memory * _MEGABYTE, self.options.held_out, self.options.uses, chance
-        )
+        self._buffer = ReplayBuffer(self.options.memory * _MEGABYTE, self.options.held_out, self.options.uses, chance)
         self._budget = Budget(self.options.share, self.options.steps_a_minute)
         self._history = History()
         # The weights that draft, or will at the next boundary of calls; their number; and whether they wait for it.
@@ -216,12 +215,12 @@ class Learner:
             `int`: the steps that were done: fewer, where nothing is left to learn from.
         """
         first = self._student.steps
-        while self._student.steps < first + steps and self._unit(waits=True):
+        while self._student.steps < first + steps and self._do(waits=True):
             pass
         done = self._student.steps - first
         # The comparison that is due after the last step.
-        while done and self._student.steps % self.options.gate_steps == 0 and self._compares:
-            self._unit(waits=True)
+        while done and self._compares and self._do(waits=True):
+            pass
         return done
 
     def save(self) -> None:
@@ -328,15 +327,27 @@ class Learner:
     @property
     def _compares(self) -> bool:
         """Whether a comparison is due that has not ended."""
-        return self._compared_at != self._student.steps and len(self._buffer.held_out) >= FEWEST_TEXTS
+        return self._student.steps % self.options.gate_steps == 0 and self._compared_at != self._student.steps
 
-    def _unit(self, between_calls: bool = False, waits: bool = False) -> bool:
-        """One unit of learning. Returns whether there was something to do. An error ends the learning, and no call."""
-        if self._target() is None or self._drafter() is None or not self._working.acquire(blocking=waits):
+    def _unit(self, between_calls: bool = False) -> bool:
+        """As `_do`, if no other thread learns. An error ends the learning, and no call."""
+        try:
+            return self._do(between_calls)
+        except Exception as error:
+            self._closed = True
+            logger.warning(f"The drafter does not learn any more: {type(error).__name__}: {error}")
+            return False
+
+    def _do(self, between_calls: bool = False, waits: bool = False) -> bool:
+        """One unit of learning. Returns whether there was something to do."""
+        is_dead = self._target() is None or self._drafter() is None
+        if self._closed or is_dead or not self._working.acquire(blocking=waits):
             return False
         try:
             began, steps = self._clock(), self._student.steps
-            found = next(self._work)
+            # Whatever the caller's mode is.
+            with torch.inference_mode(False), torch.no_grad():
+                found = next(self._work)
             took = self._clock() - began
             if found:
                 self._seconds += took
@@ -344,12 +355,8 @@ class Learner:
             if self._student.steps > steps:
                 self._budget.add_step(self._clock())
             return found
-        except Exception as error:
-            self._closed = True
-            logger.warning(f"The drafter does not learn any more: {type(error).__name__}: {error}")
-            return False
         except BaseException:
-            # Ctrl-C has ended the generator.
+            # Also Ctrl-C ends a generator.
             self._work = self._units()
             raise
         finally:
@@ -390,7 +397,10 @@ class Learner:
             for record in held_out:
                 after.append(self._score(record, weights))
                 yield True
-                for name, version, known in (("start", 0, self._student.start), ("now", self._version, self._drafting)):
+                for name, version, known in (
+                    ("start", 0, self._student.start),
+                    ("now", self._version, self._drafting),
+                ):
                     if record.scores.get(name, (-1, None))[0] != version:
                         same = record.scores.get("start", (-1, None))
                         score = same[1] if same[0] == version else self._score(record, known)

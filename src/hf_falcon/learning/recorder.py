@@ -51,9 +51,9 @@ class _Row:
 
 class CallRecorder:
     """
-    Sees the rounds of one call of a drafter that learns, and changes nothing: the part "learning" of the decoding loop.
-    In a round it takes references and one selection of rows. It is entered before the call, and left after it, also
-    after an error.
+    Sees the rounds of one call of a drafter that learns, and changes nothing: the part "learning" of the decoding
+    loop. In a round it takes references and one selection of rows. It is entered before the call, and left after it,
+    also after an error.
 
     Args:
         owner: takes the records at the end of the call.

@@ -20,13 +20,12 @@ def replace_weights(drafter: Any, weights: Mapping[str, Tensor]) -> None:
         weights (mapping of `str` to `torch.Tensor`): new values of all its parameters.
     """
     packed = is_packed(drafter)
-    with torch.inference_mode(False), torch.no_grad():
-        if packed:
-            unpack_weights(drafter)
-        for name, parameter in drafter.named_parameters():
-            # What was made in inference mode is changed in that mode only.
-            with torch.inference_mode(parameter.is_inference()):
-                parameter.copy_(weights[name])
-        if packed:
-            pack_weights(drafter)
+    if packed:
+        unpack_weights(drafter)
+    for name, parameter in drafter.named_parameters():
+        # What was made in inference mode is changed in that mode only.
+        with torch.inference_mode(parameter.is_inference()), torch.no_grad():
+            parameter.copy_(weights[name])
+    if packed:
+        pack_weights(drafter)
     refresh_passes(drafter)

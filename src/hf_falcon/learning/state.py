@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""What a learner keeps on disk: each file is replaced in one step, so that it is complete whenever the process dies."""
+"""What a learner keeps on disk: each file is replaced in one step, so it is complete whenever the process dies."""
 
 from __future__ import annotations
 
@@ -78,7 +78,9 @@ class LearnerState:
         for part in ("trained", "drafting"):
             found = {name: tuple(each.shape) for name, each in getattr(self, part).items()}
             expected = {name: tuple(each.shape) for name, each in weights.items()}
-            differing = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+            differing = sorted(
+                name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)
+            )
             if differing:
                 name = differing[0]
                 raise ValueError(
