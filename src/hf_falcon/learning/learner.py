@@ -157,7 +157,8 @@ class Learner:
         self._idle_since = self._saved_at = clock()
         self._saved: tuple[int, int] | None = None
         self._exported: int | None = None
-        self._closed = False
+        # Whether it has stopped, also after an error; and whether it was closed.
+        self._closed = self._is_left = False
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._work = self._units()
@@ -233,9 +234,9 @@ class Learner:
 
     def close(self) -> None:
         """Stops watching and learning, and saves. The drafter keeps what it has learnt."""
-        if self._closed:
+        if self._is_left:
             return
-        self._closed = True
+        self._closed = self._is_left = True
         self._wake.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_GRACE)
@@ -279,7 +280,8 @@ class Learner:
                 self._budget.earn(counts.seconds)
                 self._idle_since = now
                 self._replace()
-            self._history.add(counts)
+            if counts.rounds:
+                self._history.add(counts)
         while self._may_learn and self._budget.is_enough and self._budget.seconds_to_step(self._clock()) == 0:
             if not self._unit(between_calls=True):
                 break
@@ -298,6 +300,12 @@ class Learner:
             "acceptance_before": self._before,
             "acceptance_now": self._now,
         }
+
+    def fail(self, error: Exception) -> None:
+        """Ends the learning after an error, which no call gets."""
+        if not self._closed:
+            self._closed = True
+            logger.warning(f"The drafter does not learn any more: {type(error).__name__}: {error}")
 
     def idle_turn(self) -> float:
         """
@@ -334,8 +342,7 @@ class Learner:
         try:
             return self._do(between_calls)
         except Exception as error:
-            self._closed = True
-            logger.warning(f"The drafter does not learn any more: {type(error).__name__}: {error}")
+            self.fail(error)
             return False
 
     def _do(self, between_calls: bool = False, waits: bool = False) -> bool:
@@ -401,11 +408,13 @@ class Learner:
                     ("start", 0, self._student.start),
                     ("now", self._version, self._drafting),
                 ):
-                    if record.scores.get(name, (-1, None))[0] != version:
-                        same = record.scores.get("start", (-1, None))
-                        score = same[1] if same[0] == version else self._score(record, known)
-                        record.scores[name] = version, score
-                        yield True
+                    if name in record.scores and record.scores[name][0] == version:
+                        continue
+                    if version == 0 and "start" in record.scores:
+                        record.scores[name] = record.scores["start"]
+                        continue
+                    record.scores[name] = version, self._score(record, known)
+                    yield True
                 before.append(record.scores["now"][1])
             self._before = estimated_tau([record.scores["start"][1] for record in held_out])
             self._verdict = compare(before, after)
@@ -441,8 +450,12 @@ class Learner:
         """Gives the drafter the weights that wait. The lock is held, and no call runs."""
         drafter = self._drafter()
         if self._waits and drafter is not None:
-            replace_weights(drafter, self._drafting)
             self._waits = False
+            try:
+                replace_weights(drafter, self._drafting)
+            # Outputs are the target's with any weights.
+            except Exception as error:
+                self.fail(error)
 
     @property
     def _save_is_due(self) -> bool:

@@ -25,6 +25,8 @@ class Owner(Protocol):
 
     def learning(self) -> dict[str, Any] | None: ...
 
+    def fail(self, error: Exception) -> None: ...
+
 
 @dataclass
 class CallCounts:
@@ -53,7 +55,7 @@ class CallRecorder:
     """
     Sees the rounds of one call of a drafter that learns, and changes nothing: the part "learning" of the decoding
     loop. In a round it takes references and one selection of rows. It is entered before the call, and left after it,
-    also after an error.
+    also after an error. An error of its own ends the learning, and not the call.
 
     Args:
         owner: takes the records at the end of the call.
@@ -78,6 +80,8 @@ class CallRecorder:
             # What a call that was broken off has computed is right all the same.
             with torch.inference_mode(False), torch.no_grad():
                 records = [record for row in self._rows.values() if (record := self._record(row)) is not None]
+        except Exception as error:
+            self._fail(error)
         finally:
             self._rows = {}
             self._owner.end_call(records, self._counts)
@@ -94,6 +98,13 @@ class CallRecorder:
             sequence ([`TokenSequence`]): the row.
             prompt ([`PromptFeatures`]): the features of its prompt.
         """
+        try:
+            self._start(sequence, prompt)
+        except Exception as error:
+            self._fail(error)
+
+    def _start(self, sequence: Any, prompt: Any) -> None:
+        self._counts.tokens += 1
         length = sequence.prompt_length
         # A prompt of embeddings, or a prefix that was in the cache, has no tokens here.
         known = min(prompt.features.shape[1], length - prompt.padding, _PROMPT_POSITIONS)
@@ -111,6 +122,12 @@ class CallRecorder:
             path (`torch.LongTensor` of shape `(emitted,)`): its nodes that were right; see [`verify`].
             features (`torch.Tensor` of shape `(1, nodes, ...)`): the target's features of all its nodes, or more.
         """
+        try:
+            self._add_round(sequence, tree, path, features)
+        except Exception as error:
+            self._fail(error)
+
+    def _add_round(self, sequence: Any, tree: Any, path: Tensor, features: Tensor) -> None:
         self._counts.rounds += 1
         self._counts.accepted += path.shape[0] - 1
         self._counts.tokens += path.shape[0]
@@ -127,6 +144,10 @@ class CallRecorder:
         if tokens is not None:
             row.rejected.append((row.first + row.count + place, tokens, found[path.shape[0] :]))
         row.count += path.shape[0]
+
+    def _fail(self, error: Exception) -> None:
+        self._rows = {}
+        self._owner.fail(error)
 
     def _record(self, row: _Row) -> CallRecord | None:
         token_ids = row.sequence.token_ids[0, row.first : row.first + row.count + 1]

@@ -111,8 +111,7 @@ class CallRecord:
             features = torch.cat((self.features[before], path.features, path.features[-1:]))
             response = torch.arange(len(token_ids)) > path.place + 1 - start
             rows.append((token_ids, features, response))
-        token_ids, features, response = zip(*rows)
-        return _batch(list(token_ids), list(features), list(response), self.number, device)
+        return _batch(*(list(parts) for parts in zip(*rows)), self.number, device)
 
 
 def _batch(

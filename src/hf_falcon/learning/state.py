@@ -44,7 +44,7 @@ class LearnerState:
 
     def save(self, folder: Path) -> None:
         """Writes the file of a folder."""
-        tensors = {}
+        tensors: dict[str, Tensor] = {}
         for part in ("trained", "drafting", "optimizer"):
             tensors |= {f"{part}/{name}": each.contiguous().cpu() for name, each in getattr(self, part).items()}
         text = json.dumps({"format_version": _FORMAT_VERSION, **self.progress}, sort_keys=True)
@@ -91,7 +91,7 @@ class LearnerState:
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The tensors of an optimizer's state."""
-    found = {}
+    found: dict[str, Tensor] = {}
     for number, values in optimizer.state_dict()["state"].items():
         found |= {f"{number}/{key}": value for key, value in values.items() if isinstance(value, Tensor)}
     return found
