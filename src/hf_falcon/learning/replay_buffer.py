@@ -111,7 +111,8 @@ class CallRecord:
             features = torch.cat((self.features[before], path.features, path.features[-1:]))
             response = torch.arange(len(token_ids)) > path.place + 1 - start
             rows.append((token_ids, features, response))
-        return _batch(*(list(parts) for parts in zip(*rows)), self.number, device)
+        ids, features_of, responses = (list(parts) for parts in zip(*rows))
+        return _batch(ids, features_of, responses, self.number, device)
 
 
 def _batch(
