@@ -52,13 +52,13 @@ def test_a_drafter_gets_better_by_use(kind):
         changes = {"one": {}, "blocks": {"block_size": 2, "conditioning_size": 16}, "lstm": {"num_lstm_layers": 1}}
         target, drafter = pair(**changes[kind])
     with learner(drafter, target) as found:
-        before = tau(target, drafter, range(900, 912))
-        serve(target, drafter, range(48))
-        assert found.learn(48) == 48
+        before = tau(target, drafter, range(900, 908))
+        serve(target, drafter, range(32))
+        assert found.learn(32) == 32
         statistics = found.statistics
-        assert statistics.steps == 48 and statistics.replacements > 0
+        assert statistics.steps == 32 and statistics.replacements > 0
         assert statistics.acceptance_now > statistics.acceptance_before
-    assert tau(target, drafter, range(900, 912)) > before + 0.05
+    assert tau(target, drafter, range(900, 908)) > before + 0.05
     serve(target, drafter, range(100, 104))
 
 
@@ -148,9 +148,8 @@ def test_weights_are_replaced_at_the_boundary_of_calls_only():
         """Learns in the middle of a call, as another thread may."""
 
         def put(self, value):
-            if value.numel() == 1 and not kept:
-                while found._replacements == 0:
-                    assert found.learn(4) == 4
+            while value.numel() == 1 and found._replacements == 0:
+                assert found.learn(4) == 4
             kept.append(same(weights_of(drafter), before))
 
         def end(self):
@@ -265,7 +264,8 @@ def test_learning_while_idle_takes_its_share():
         clock.now += 3.0
         start = clock.now
         while clock.now < start + 400:
-            clock.now += found.idle_turn()
+            wait = found.idle_turn()
+            clock.now += wait
         assert len(units) == pytest.approx(100, abs=2)
 
 
@@ -349,13 +349,12 @@ def held_out_tau(found):
 def test_the_gate_refuses_a_poisoned_buffer(poison):
     target, drafter = pair()
     with learner(drafter, target, learning_rate=3e-2, uses=10_000) as found:
-        serve(target, drafter, range(60))
-        found.learn(40)
+        serve(target, drafter, range(40))
+        found.learn(24)
         assert found._replacements > 0 and len(found._buffer.held_out) >= 4
-        known, weights = held_out_tau(found), weights_of(drafter)
-        held_out = [record.prompt for record in found._buffer.held_out]
         if poison == "random":
             # Features and tokens that no target has computed.
+            known, weights = held_out_tau(found), weights_of(drafter)
             chance = torch.Generator().manual_seed(0)
             for record in found._buffer.records:
                 record.features = torch.randn(record.features.shape, generator=chance).bfloat16()
@@ -365,6 +364,8 @@ def test_the_gate_refuses_a_poisoned_buffer(poison):
             seed = next(
                 seed for seed in range(500, 600) if seed_is_learnt(found, target, drafter, seed)
             )
+            known, weights = held_out_tau(found), weights_of(drafter)
+            held_out = [record.prompt for record in found._buffer.held_out]
             found._buffer.records.clear()
             for _ in range(60):
                 call(target, drafter, seed)
@@ -379,7 +380,7 @@ def test_the_gate_refuses_a_poisoned_buffer(poison):
         assert found._refusals > refused
         # What drafts is as good as before, whatever the student has become.
         assert held_out_tau(found) >= known
-        if found._version == 0:
+        if found._refusals == refused + 6:
             assert same(weights_of(drafter), weights)
 
 

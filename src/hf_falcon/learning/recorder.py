@@ -47,6 +47,7 @@ class _Row:
     # The place of the first feature, counted from the first token of the sequence.
     first: int
     count: int
+    most: int
     # Of each rejected path: the place of the token before it, its tokens, and the part of `features` that has it.
     rejected: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
 
@@ -110,7 +111,8 @@ class CallRecorder:
         known = min(prompt.features.shape[1], length - prompt.padding, _PROMPT_POSITIONS)
         if known > 0:
             # A copy: a view would keep the features of a whole prompt.
-            self._rows[id(sequence)] = _Row(sequence, [prompt.features[0, -known:].clone()], length - known, known)
+            features = prompt.features[0, -known:].clone()
+            self._rows[id(sequence)] = _Row(sequence, [features], length - known, known, known + self._longest)
 
     def add_round(self, sequence: Any, tree: Any, path: Tensor, features: Tensor) -> None:
         """
@@ -132,7 +134,7 @@ class CallRecorder:
         self._counts.accepted += path.shape[0] - 1
         self._counts.tokens += path.shape[0]
         row = self._rows.get(id(sequence))
-        if row is None or row.count > self._longest or path.shape[0] == 0:
+        if row is None or row.count >= row.most or path.shape[0] == 0:
             return
         nodes, place, tokens = path, 0, None
         if self._records_rejected and len(tree) > path.shape[0]:

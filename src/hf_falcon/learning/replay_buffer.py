@@ -171,11 +171,11 @@ class ReplayBuffer:
                 record.uses = same[0].uses
                 self.records.remove(same[0])
             self.records.append(record)
-        total = self.nbytes
-        while total > self._most_bytes and self.records:
-            total -= self.records.pop(0).nbytes
-        while total > self._most_bytes and self.held_out:
-            total -= self.held_out.pop(0).nbytes
+        # Each part has its share of the memory.
+        for part, share in ((self.held_out, self._held_out_share), (self.records, 1 - self._held_out_share)):
+            total = sum(each.nbytes for each in part)
+            while total > share * self._most_bytes:
+                total -= part.pop(0).nbytes
 
     def draw(self) -> CallRecord | None:
         """A record to learn from: one of those that were used least; `None` if there is none."""
