@@ -75,7 +75,9 @@ def test_rejected_tokens_are_recorded_with_what_the_target_computes_behind_them(
         with torch.no_grad():
             features = target.base_model(text[None]).last_hidden_state[0]
         torch.testing.assert_close(path.features.float(), features[path.place + 1 :], rtol=0, atol=0.03)
-        torch.testing.assert_close(record.features[: path.place + 1].float(), features[: path.place + 1], rtol=0, atol=0.03)
+        torch.testing.assert_close(
+            record.features[: path.place + 1].float(), features[: path.place + 1], rtol=0, atol=0.03
+        )
         # They were rejected: the target went on with another token.
         assert record.token_ids[path.place + 1] != path.token_ids[0]
 
@@ -361,9 +363,7 @@ def test_the_gate_refuses_a_poisoned_buffer(poison):
                 record.token_ids = torch.randint(1, VOCAB, record.token_ids.shape, generator=chance)
                 record.rejected = []
         else:
-            seed = next(
-                seed for seed in range(500, 600) if seed_is_learnt(found, target, drafter, seed)
-            )
+            seed = next(seed for seed in range(500, 600) if seed_is_learnt(found, target, drafter, seed))
             known, weights = held_out_tau(found), weights_of(drafter)
             held_out = [record.prompt for record in found._buffer.held_out]
             found._buffer.records.clear()
@@ -457,7 +457,9 @@ def test_texts_are_kept_where_this_is_asked_for(tmp_path):
         assert len(found._buffer.held_out) == held_out
         for record in found._buffer:
             expected = known[record.prompt]
-            assert torch.equal(record.token_ids, expected.token_ids) and torch.equal(record.features, expected.features)
+            assert torch.equal(record.token_ids, expected.token_ids) and torch.equal(
+                record.features, expected.features
+            )
             assert len(record.rejected) == len(expected.rejected)
         assert found.learn(1) == 1
 

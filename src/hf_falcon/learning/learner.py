@@ -11,7 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import TracebackType
@@ -159,6 +159,7 @@ class Learner:
         self._exported: int | None = None
         # Whether it has stopped, also after an error; and whether it was closed.
         self._closed = self._is_left = False
+        self._here = _Here()
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
         self._work = self._units()
@@ -249,9 +250,23 @@ class Learner:
             self._replace()
         self.save()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, calls of this thread are not watched: nothing is learnt from them. Others are as before."""
+        before, self._here.is_paused = self._here.is_paused, True
+        try:
+            yield
+        finally:
+            self._here.is_paused = before
+
     def watches(self, target: PreTrainedModel) -> bool:
-        """Whether it watches the calls of a target."""
-        return not self._closed and self._target() is target
+        """
+        Whether it watches the calls of a target in this thread.
+
+        Args:
+            target ([`PreTrainedModel`]): the target.
+        """
+        return not self._closed and not self._here.is_paused and self._target() is target
 
     def observer(self) -> CallRecorder:
         """The observer of a call."""
@@ -537,6 +552,12 @@ class Learner:
                 arguments = weakref.ref(self), self._wake, self.options.threads
                 self._thread = threading.Thread(target=_learn_while_idle, args=arguments, daemon=True)
                 self._thread.start()
+
+
+class _Here(threading.local):
+    """What holds for one thread."""
+
+    is_paused = False
 
 
 def _learn_while_idle(reference: weakref.ref[Learner], wake: threading.Event, threads: int) -> None:
