@@ -123,7 +123,7 @@ def main() -> list[dict[str, float]]:
             chunk = stream[start : start + arguments.every]
             seconds = [run(target, each, drafter, arguments.max_new_tokens) for each in chunk]
             plain = [run(target, each, None, arguments.max_new_tokens) for each in chunk]
-            row["speed_up"] = sum(plain) / max(1e-9, sum(seconds))
+            row["speed_up"] = sum(plain) / sum(seconds) if chunk else float("nan")
             statistics = learner.statistics
             row |= {"steps": statistics.steps, "megabytes": statistics.memory / 2**20}
             rows.append(row)

@@ -284,7 +284,13 @@ class Learner:
             self._active += 1
 
     def end_call(self, records: list[CallRecord], counts: CallCounts) -> None:
-        """A call has ended. If no other one runs, a part of its time is learnt."""
+        """
+        A call has ended. If no other one runs, a part of its time is learnt.
+
+        Args:
+            records (`list[CallRecord]`): its rows.
+            counts ([`CallCounts`]): its tokens and rounds.
+        """
         with self._lock:
             now = self._clock()
             self._active -= 1
@@ -317,7 +323,12 @@ class Learner:
         }
 
     def fail(self, error: Exception) -> None:
-        """Ends the learning after an error, which no call gets."""
+        """
+        Ends the learning after an error, which no call gets.
+
+        Args:
+            error (`Exception`): what a warning tells.
+        """
         if not self._closed:
             self._closed = True
             logger.warning(f"The drafter does not learn any more: {type(error).__name__}: {error}")
