@@ -4,6 +4,7 @@
 import json
 
 import pytest
+import torch
 from example_scripts import TEMPLATE
 from learners import SIZES, learner, pair, serve
 from serving import chat_tokenizer, needs_the_extra, running
@@ -38,7 +39,8 @@ def test_serve_learns_from_requests(tmp_path, capsys):
     written = json.loads((tmp_path / "learnt" / "learning.json").read_text())
     assert written["tokens_seen"] == 48 and (tmp_path / "learnt" / "samples.safetensors").is_file()
     # The weights that it began with: nothing was compared yet.
-    assert not (tmp_path / "learnt" / "drafter").exists()
+    kept = hf_falcon.FalconDraftModel.from_pretrained(tmp_path / "learnt" / "drafter")
+    assert all(map(torch.equal, kept.parameters(), drafter.parameters()))
     hf_falcon.detach(target)
 
 
@@ -74,8 +76,8 @@ def test_doctor_reads_the_folder_of_a_learner(tmp_path, monkeypatch, capsys):
     with learner(drafter, model, folder=folder) as found:
         serve(model, drafter, range(3))
         found.save()
-        assert entry.main(words) == 1
-        assert "has not got better yet" in capsys.readouterr().err
+        assert entry.main(words) == 0
+        assert "not compared yet" in capsys.readouterr().out
         serve(model, drafter, range(3, 36))
         found.learn(24)
         assert found.statistics.replacements > 0
@@ -84,6 +86,9 @@ def test_doctor_reads_the_folder_of_a_learner(tmp_path, monkeypatch, capsys):
     assert printed.count("Learnt while serving: ") == 1 and "24 steps" in " ".join(printed.split())
     assert entry.main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["learning"]["steps"] == 24
+    (folder / "drafter" / "config.json").unlink()
+    assert entry.main(words) == 1
+    assert "has not been saved yet" in capsys.readouterr().err
     (folder / "learning.json").write_text("[]")
     assert entry.main(words) == 1
     assert "is not the report of a learner" in capsys.readouterr().err

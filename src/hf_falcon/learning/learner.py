@@ -265,6 +265,9 @@ class Learner:
 
         Args:
             target ([`PreTrainedModel`]): the target.
+
+        Returns:
+            `bool`
         """
         return not self._closed and not self._here.is_paused and self._target() is target
 
