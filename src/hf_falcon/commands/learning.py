@@ -82,8 +82,8 @@ def learnt_drafter(folder: Path) -> Path:
     found = folder / DRAFTER_NAME
     if not (found / "config.json").is_file():
         raise FileNotFoundError(
-            f"`drafter` is {str(folder)!r}, where a drafter learns that has not been saved yet: give the drafter that it "
-            "began with, or come back later."
+            f"`drafter` is {str(folder)!r}, where a drafter learns that has not been saved yet: give the drafter "
+            "that it began with, or come back later."
         )
     return found
 
