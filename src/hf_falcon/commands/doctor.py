@@ -32,6 +32,7 @@ from ..training.provenance import PROVENANCE_NAME
 from ..training.token_file import chat_template_sha256
 from .adapt import REPORT_NAME
 from .card import final_tau, read_card, tau_of
+from .learning import describe, learnt_drafter, learnt_report
 from .models import encode, load_network, load_target, resolve_device, resolve_dtype, shipped_drafter
 from .run_arguments import CommandParser, at_least
 
@@ -404,7 +405,10 @@ def main(argv: list[str]) -> int:
     device = resolve_device(arguments.device)
     dtype = resolve_dtype(arguments.dtype, device)
     target, tokenizer = load_target(arguments.target, dtype, device)
-    drafter = load_network(arguments.drafter, dtype, device)
+    learnt = learnt_report(Path(name))
+    if learnt is not None:
+        name = str(learnt_drafter(Path(name)))
+    drafter = load_network(name, dtype, device)
     provenance = provenance_of(name)
     all_texts = [text for each in texts.values() for text in each]
     variables = template_variables(arguments.chat_template_kwargs)
@@ -433,11 +437,14 @@ def main(argv: list[str]) -> int:
         )
     if arguments.json:
         models = {"target": target.name_or_path, "drafter": name, "dtype": str(dtype).removeprefix("torch.")}
-        print(json.dumps({**models, "max_new_tokens": arguments.max_new_tokens, **found.to_dict()}))
+        more = {} if learnt is None else {"learning": learnt}
+        print(json.dumps({**models, "max_new_tokens": arguments.max_new_tokens, **more, **found.to_dict()}))
     else:
         print(
             f"{target.name_or_path} with {Path(name).name if Path(name).is_dir() else name}, "
             f"{str(dtype).removeprefix('torch.')}, greedy, {arguments.max_new_tokens} tokens an answer\n"
         )
+        if learnt is not None:
+            print(f"{_filled(describe(learnt))}\n")
         print(report(found))
     return 0 if found.acceptance else 1
