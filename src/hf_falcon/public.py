@@ -43,6 +43,7 @@ __all__ = [
     "detach",
     "disable",
     "enable",
+    "instant_drafter",
     "pack_weights",
     "packed_weights",
     "static_paths",

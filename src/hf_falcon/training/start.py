@@ -67,6 +67,20 @@ def like_last_layer(config: FalconDraftConfig, target: PreTrainedModel) -> Falco
     return changed if _same_shapes(drafter.layers[0], found[0]) else config
 
 
+@torch.no_grad()
+def copies_compute(config: FalconDraftConfig, target: PreTrainedModel, rows: Tensor) -> bool:
+    """
+    Whether copies of the target's last layers compute its features in a drafter of this configuration, if its MLPs are
+    as wide.
+
+    Args:
+        config ([`FalconDraftConfig`]): the configuration.
+        target ([`PreTrainedModel`]): the target.
+        rows (`torch.Tensor` of shape `(length, 2 * hidden_size)`): features of a sample, and what the layers read.
+    """
+    return _copy_last_layers(FalconDraftModel(_as_wide(config, target)), target, rows)
+
+
 def _as_wide(config: FalconDraftConfig, target: PreTrainedModel) -> FalconDraftConfig:
     """The configuration, with MLPs as wide as the target's if its own are narrower."""
     wide = copy.deepcopy(config)
