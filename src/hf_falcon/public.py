@@ -20,6 +20,7 @@ from .drafters import falcon_files
 from .drafters.auto import AutoDrafter
 from .pipelines import install_in_pipelines
 from .static_trees import StaticTree, static_paths
+from .training.instant import instant_drafter
 
 __all__ = [
     "AutoDrafter",

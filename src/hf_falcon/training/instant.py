@@ -30,8 +30,13 @@ _VOCABULARY = 16384
 # Of the responses' positions, one in so many tells which tokens the target writes.
 _VOCABULARY_STRIDE = 4
 _LONGEST_PROMPT = 512
+_NO_COPIES = (
+    "its last layers cannot be copied into a drafter, which has layers of the kind of Llama, Mistral, Qwen 2 and 3, "
+    "and Gemma 2 and 3 (causal attention with rotary positions, RMS norms, a gated MLP), and not recurrent ones, fused "
+    "projections or mixtures of experts"
+)
 _OTHERS = (
-    'Draft without one (`assistant_model="lookup"`), with a smaller model of the same kind (its name as '
+    ' Draft without one (`assistant_model="lookup"`), with a smaller model of the same kind (its name as '
     "`assistant_model`), or train one: `hf-falcon train`."
 )
 
@@ -83,8 +88,6 @@ def instant_drafter(
     """
     text_config = target.config.get_text_config(decoder=True)
     count, texts = len(decoder_layers(target)), PROMPTS if prompts is None else tuple(prompts)
-    if target.config.is_encoder_decoder:
-        raise ValueError(f"`target` is a {type(target).__name__}, an encoder-decoder, which nothing drafts for.")
     if num_draft_layers < 1:
         raise ValueError(f"`num_draft_layers` is {num_draft_layers}: give 1 or more.")
     if len(texts) < 8 or max_new_tokens < 4:
@@ -92,8 +95,8 @@ def instant_drafter(
             f"`prompts` has {len(texts)} texts and `max_new_tokens` is {max_new_tokens}: give at least 8 texts and 4 "
             "tokens."
         )
-    if count < 2 or not hasattr(decoder_layers(target)[-1], "self_attn"):
-        raise ValueError(_refusal(target))
+    if (reason := refusal(target)) is not None:
+        raise ValueError(f"`target` is a {type(target).__name__}: {reason}.{_OTHERS}")
     tokenizer = _tokenizer_of(target) if tokenizer is None else tokenizer
     num_draft_layers = min(num_draft_layers, count - 1)
     read = _layers_to_read(count, num_draft_layers) if feature_layers is None else list(feature_layers)
@@ -123,12 +126,17 @@ def instant_drafter(
     return drafter.to(target.dtype)
 
 
-def _refusal(target: PreTrainedModel) -> str:
-    return (
-        f"`target` is a {type(target).__name__}, whose last layers an instant drafter cannot copy. It copies layers of "
-        "the kind of Llama, Mistral, Qwen 2 and 3, and Gemma 2 and 3: causal attention with rotary positions, RMS "
-        f"norms and a gated MLP. Recurrent layers, fused projections and mixtures of experts are not. {_OTHERS}"
-    )
+def refusal(target: PreTrainedModel) -> str | None:
+    """Why a target can have no instant drafter, as far as its layers' shapes say; `None` if it can."""
+    if target.config.is_encoder_decoder:
+        return "an encoder-decoder, which no drafter drafts for"
+    layers = decoder_layers(target)
+    if len(layers) > 1:
+        with torch.device("meta"):
+            config = FalconDraftConfig.from_target(target.config, **_sizes(target, 1))
+            if like_last_layer(config, target) is not config:
+                return None
+    return _NO_COPIES
 
 
 def _tokenizer_of(target: PreTrainedModel) -> PreTrainedTokenizerBase:
@@ -173,10 +181,7 @@ def _config(
         for theta in _rope_thetas(target):
             config = FalconDraftConfig.from_target(
                 target,
-                block_size=1,
-                num_lstm_layers=0,
-                num_hidden_layers=count - 1 - layer,
-                num_key_value_heads=_key_value_heads(target),
+                **_sizes(target, count - 1 - layer),
                 feature_layers=read,
                 draft_vocab_size=size,
                 **({} if theta is None else {"rope_theta": theta}),
@@ -184,13 +189,19 @@ def _config(
             config = like_last_layer(config, target)
             if copies_compute(config, target, rows):
                 return config
-    raise ValueError(_refusal(target))
+    raise ValueError(f"`target` is a {type(target).__name__}: {_NO_COPIES}.{_OTHERS}")
 
 
-def _key_value_heads(target: PreTrainedModel) -> int:
-    """The target's: [`FalconDraftConfig.from_target`] takes fewer of some, which are no copies."""
+def _sizes(target: PreTrainedModel, copied: int) -> dict[str, int]:
+    """Fields of the drafter's configuration. By default a drafter has fewer heads than some targets: no copies."""
     text_config = target.config.get_text_config(decoder=True)
-    return getattr(text_config, "num_key_value_heads", None) or text_config.num_attention_heads
+    heads = getattr(text_config, "num_attention_heads", 1)
+    return {
+        "block_size": 1,
+        "num_lstm_layers": 0,
+        "num_hidden_layers": copied,
+        "num_key_value_heads": getattr(text_config, "num_key_value_heads", None) or heads,
+    }
 
 
 def _rope_thetas(target: PreTrainedModel) -> Iterator[float | None]:
