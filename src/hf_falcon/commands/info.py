@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
 `hf-falcon info REPOSITORY`: describes a drafter from its configuration, its card and the headers of its weight files,
-without downloading weights.
+without downloading weights; of a target, it says what can draft for it on this machine.
 """
 
 from __future__ import annotations
@@ -17,15 +17,17 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import EntryNotFoundError
+from transformers import AutoConfig
 from transformers import initialization as init
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
 from ..checkpoint_files import printable
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import FalconDraftModel
-from ..drafters.auto import drafter_class
+from ..drafters.auto import drafter_class, is_drafter
 from ..drafters.checkpoints import read_fields
 from ..drafters.files import pinned, stored_tensors
+from .at_hand import at_hand
 from .card import read_card, tau_of
 from .run_arguments import CommandParser
 
@@ -154,6 +156,9 @@ def main(argv: list[str]) -> int:
     found = vars(parser.parse_args(argv))
     repository = found.pop("repository")
     arguments = InfoArguments(**found)
+    if (ways := _of_target(repository, arguments.revision)) is not None:
+        print(json.dumps({"target": repository, "at_hand": ways}) if arguments.json else _rows(ways))
+        return 0
     info = describe(repository, arguments.revision)
     if arguments.json:
         print(json.dumps(info))
@@ -171,9 +176,23 @@ def main(argv: list[str]) -> int:
         "tau": tau,
         "license": info["license"] or "not in the card",
     }
-    for name, text in rows.items():
-        print(f"{name:<12}{text}")
+    print(_rows(rows))
     return 0
+
+
+def _rows(rows: dict[str, str]) -> str:
+    width = 2 + max(10, *map(len, rows))
+    return "\n".join(f"{name:<{width}}{text}" for name, text in rows.items())
+
+
+def _of_target(repository: str, revision: str | None) -> dict[str, str] | None:
+    """See [`at_hand`]; `None` if the repository is no causal language model, but a drafter or something else."""
+    revision = pinned(repository, revision=revision)["revision"]
+    fields = read_fields(repository, revision=revision)
+    names = fields.get("architectures")
+    if is_drafter(fields) or not isinstance(names, list) or not str(names[:1]).endswith("ForCausalLM']"):
+        return None
+    return at_hand(AutoConfig.from_pretrained(repository, revision=revision), repository)
 
 
 def _read(layers: list[int] | None) -> str:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -18,7 +19,7 @@ from . import context_bonuses
 from .features import MemoryFeatures, feature_statistics
 from .own_prompts import PROMPTS
 from .prepare import responses_in_memory
-from .start import copies_compute, like_last_layer, start_falcon
+from .start import error_of_copies, like_last_layer, start_falcon
 from .token_file import TokenFile
 
 # Of the responses, this share fits the bonuses and the calibration, which the copies and the map must not have seen.
@@ -30,6 +31,8 @@ _VOCABULARY = 16384
 # Of the responses' positions, one in so many tells which tokens the target writes.
 _VOCABULARY_STRIDE = 4
 _LONGEST_PROMPT = 512
+# Prompts that the target responds to at once.
+_AT_ONCE = 48
 _NO_COPIES = (
     "its last layers cannot be copied into a drafter, which has layers of the kind of Llama, Mistral, Qwen 2 and 3, "
     "and Gemma 2 and 3 (causal attention with rotary positions, RMS norms, a gated MLP), and not recurrent ones, fused "
@@ -103,8 +106,11 @@ def instant_drafter(
     # What copies of one, two, ... layers read.
     below = [count - 1 - copied for copied in range(num_draft_layers, 0, -1)]
     kept = list(dict.fromkeys([*read, *below]))
+    texts = _short(texts, tokenizer)
+    # At least two batches: one is greedy, one sampled.
+    size = min(_AT_ONCE, (len(texts) + 1) // 2)
     data, rows = responses_in_memory(
-        target, tokenizer, _short(texts, tokenizer), max_new_tokens, kept, seed=seed, progress=progress
+        target, tokenizer, texts, max_new_tokens, kept, batch_size=size, seed=seed, progress=progress
     )
     features = MemoryFeatures(rows, kept, text_config.hidden_size)
     # Seeded, as a layer that is not copied would be drawn.
@@ -112,7 +118,8 @@ def instant_drafter(
         torch.manual_seed(seed)
         fitted = len(data) - max(1, len(data) // _HELD_OUT)
         size = _vocabulary_size(draft_vocab_size, text_config.vocab_size)
-        config = _config(target, features, below, read, size)
+        longest = int(data.offsets.diff().argmax())
+        config = _config(target, features, longest, below, read, size)
         drafter = FalconDraftModel(config).eval()
         if size is not None:
             drafter.set_draft_vocabulary(_frequent_tokens(target, data, features, size))
@@ -156,7 +163,7 @@ def _layers_to_read(count: int, copied: int) -> list[int]:
     return sorted({max(0, count - 1 - copied), min(3 * count // 4, max(0, count - 1 - copied))})
 
 
-def _short(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _short(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
     found = [text for text in texts if 0 < len(tokenizer(text)["input_ids"]) <= _LONGEST_PROMPT]
     if len(found) < 8:
         raise ValueError(
@@ -172,12 +179,13 @@ def _vocabulary_size(given: int | None, vocab_size: int) -> int | None:
 
 
 def _config(
-    target: PreTrainedModel, features: MemoryFeatures, below: list[int], read: list[int], size: int | None
+    target: PreTrainedModel, features: MemoryFeatures, sample: int, below: list[int], read: list[int], size: int | None
 ) -> FalconDraftConfig:
-    """The first configuration, of many layers to few, whose layers can be copies of the target's."""
+    """The first configuration, from more layers to fewer, whose layers can be copies of the target's."""
     count = len(decoder_layers(target))
     for layer in below:
-        rows = features.sample(0, [layer])[:-1].float()
+        rows = features.sample(sample, [layer])[:-1].float()
+        found = []
         for theta in _rope_thetas(target):
             config = FalconDraftConfig.from_target(
                 target,
@@ -186,9 +194,10 @@ def _config(
                 draft_vocab_size=size,
                 **({} if theta is None else {"rope_theta": theta}),
             )
-            config = like_last_layer(config, target)
-            if copies_compute(config, target, rows):
-                return config
+            found.append(like_last_layer(config, target))
+        errors = [error_of_copies(config, target, rows) for config in found]
+        if min(errors) < math.inf:
+            return found[errors.index(min(errors))]
     raise ValueError(f"`target` is a {type(target).__name__}: {_NO_COPIES}.{_OTHERS}")
 
 

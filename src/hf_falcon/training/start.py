@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -68,15 +69,19 @@ def like_last_layer(config: FalconDraftConfig, target: PreTrainedModel) -> Falco
 
 
 @torch.no_grad()
-def copies_compute(config: FalconDraftConfig, target: PreTrainedModel, rows: Tensor) -> bool:
+def error_of_copies(config: FalconDraftConfig, target: PreTrainedModel, rows: Tensor) -> float:
     """
-    Whether copies of the target's last layers compute its features in a drafter of this configuration, if its MLPs are
-    as wide.
+    How far copies of the target's last layers are from computing its features in a drafter of this configuration, if
+    its MLPs are as wide.
 
     Args:
         config ([`FalconDraftConfig`]): the configuration.
         target ([`PreTrainedModel`]): the target.
         rows (`torch.Tensor` of shape `(length, 2 * hidden_size)`): features of a sample, and what the layers read.
+
+    Returns:
+        `float`: the mean square of the error, as a share of that of a feature; infinite if the layers cannot be
+        copied, or the error is so large that they are of another kind.
     """
     return _copy_last_layers(FalconDraftModel(_as_wide(config, target)), target, rows)
 
@@ -223,10 +228,10 @@ def _start_layers(drafter: FalconDraftModel, target: PreTrainedModel, samples: l
     """
     config = _as_wide(drafter.config, target)
     if config.intermediate_size == drafter.config.intermediate_size:
-        return _copy_last_layers(drafter, target, samples[0])
+        return _copy_last_layers(drafter, target, samples[0]) < math.inf
     wide = FalconDraftModel(config)
     wide.set_feature_statistics(drafter.feature_mean, drafter.feature_std)
-    if not _copy_last_layers(wide, target, samples[0]):
+    if _copy_last_layers(wide, target, samples[0]) == math.inf:
         return False
     narrow_mlps(drafter, wide, [rows[:, drafter.config.hidden_size :] for rows in samples])
     return True
@@ -274,7 +279,7 @@ def narrow_mlps(drafter: FalconDraftModel, wide: FalconDraftModel, samples: list
         drafter.anchor.weight.zero_()
 
 
-def _copy_last_layers(drafter: FalconDraftModel, target: PreTrainedModel, rows: Tensor) -> bool:
+def _copy_last_layers(drafter: FalconDraftModel, target: PreTrainedModel, rows: Tensor) -> float:
     """
     Copies the target's last layers and its final norm into the drafter. The mean of features, which the norm's output
     already has, and the anchor of blocks start at zero.
@@ -283,14 +288,14 @@ def _copy_last_layers(drafter: FalconDraftModel, target: PreTrainedModel, rows: 
         rows (`torch.Tensor` of shape `(length, 2 * hidden_size)`): features of a sample, and what the layers read.
 
     Returns:
-        `bool`: whether the copies compute these features. If not, the drafter is as before.
+        `float`: see [`error_of_copies`]. If it is infinite, the drafter is as before.
     """
     norm = getattr(decoder_of(target), "norm", None)
     if norm is None:
-        return False
+        return math.inf
     copies = [*zip(drafter.layers, _last_layers(target, len(drafter.layers))), (drafter.norm, norm)]
     if not all(_same_shapes(mine, theirs) for mine, theirs in copies):
-        return False
+        return math.inf
     kept = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     for mine, theirs in copies:
         for name, part, weight in _weights(theirs):
@@ -305,11 +310,12 @@ def _copy_last_layers(drafter: FalconDraftModel, target: PreTrainedModel, rows: 
     places = torch.arange(len(rows))[None]
     mask = additive_mask(relaxed_causal_mask(places), hidden.dtype)
     # Layers of other positions, activations or norms may have weights of the same names.
-    error = drafter.run_layers(hidden, places, places, mask) - features
-    if error.square().mean() > _LARGEST_ERROR * features.square().mean():
+    wrong = drafter.run_layers(hidden, places, places, mask) - features
+    error = float(wrong.square().mean() / features.square().mean())
+    if not error <= _LARGEST_ERROR:
         drafter.load_state_dict(kept)
-        return False
-    return True
+        return math.inf
+    return error
 
 
 def _last_layers(target: PreTrainedModel, count: int) -> list[nn.Module]:
