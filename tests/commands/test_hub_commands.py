@@ -124,8 +124,12 @@ def test_info_of_a_folder(saved, capsys):
     assert found["tau"] is None and found["license"] is None
     assert entry.main(["info", str(saved / "drafter")]) == 0
     assert "drafts all of 64 tokens" in capsys.readouterr().out
-    assert entry.main(["info", str(saved / "target")]) == 1
-    assert "['LlamaForCausalLM'], which is no drafter of a known method: Falcon" in capsys.readouterr().err
+    # Neither a drafter nor a target.
+    folder = saved / "encoder"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "bert", "architectures": ["BertModel"]}')
+    assert entry.main(["info", str(folder)]) == 1
+    assert "['BertModel'], which is no drafter of a known method: Falcon" in capsys.readouterr().err
 
 
 INFO = {

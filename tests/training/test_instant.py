@@ -2,7 +2,9 @@
 """Instant drafters: made from a target's own responses, without data and without training."""
 
 import json
+import random
 import re
+import string
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from hf_falcon.training.instant import instant_drafter
 from hf_falcon.training.own_prompts import PROMPTS
 from hf_falcon.training.prepare import _word_runs, responses_in_memory
 
-TEXTS = ["ab c" * count for count in range(1, 20)]
+TEXTS = ["".join(random.Random(n).choices(string.ascii_letters, k=3 * n)) for n in range(1, 20)]
 # Of Gemma 3's layers the last two are of one kind.
 KINDS = {
     "llama": {},
