@@ -168,15 +168,15 @@ def test_responses_and_their_features_are_those_of_the_target():
     target, tokenizer = deep("llama"), tiny_tokenizer()
     # Groups of a few, of both temperatures.
     data, rows = responses_in_memory(target, tokenizer, TEXTS, 12, [1], batch_size=4, progress=False)
-    assert len(data) == len(rows) == len(TEXTS) and sorted(set(data.temperatures.tolist())) == pytest.approx([0.0, 0.7])
+    assert len(data) == len(rows) == len(TEXTS) and sorted(set(data.temperatures.tolist())) == pytest.approx(
+        [0.0, 0.7]
+    )
     for index, text in enumerate(TEXTS):
         token_ids, prompt_length = data.sample(index)
         assert token_ids[:prompt_length].tolist() == tokenizer(text)["input_ids"]
         if data.temperatures[index] == 0.0:
             ids = token_ids[None, :prompt_length]
-            plain = target.generate(
-                ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12
-            )
+            plain = target.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=12)
             assert plain[0].equal(token_ids)
         expected = target_features(target, token_ids[None], torch.ones(1, len(token_ids), dtype=torch.bool), [1])[0]
         torch.testing.assert_close(rows[index][:-1].float(), expected[:-1], rtol=0.02, atol=0.02)

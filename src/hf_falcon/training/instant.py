@@ -35,8 +35,8 @@ _LONGEST_PROMPT = 512
 _AT_ONCE = 48
 _NO_COPIES = (
     "its last layers cannot be copied into a drafter, which has layers of the kind of Llama, Mistral, Qwen 2 and 3, "
-    "and Gemma 2 and 3 (causal attention with rotary positions, RMS norms, a gated MLP), and not recurrent ones, fused "
-    "projections or mixtures of experts"
+    "and Gemma 2 and 3 (causal attention with rotary positions, RMS norms, a gated MLP), and not recurrent ones, "
+    "fused projections or mixtures of experts"
 )
 _OTHERS = (
     ' Draft without one (`assistant_model="lookup"`), with a smaller model of the same kind (its name as '
@@ -90,7 +90,7 @@ def instant_drafter(
             encoder-decoder), its tokenizer is not found, or an argument is out of range.
     """
     text_config = target.config.get_text_config(decoder=True)
-    count, texts = len(decoder_layers(target)), PROMPTS if prompts is None else tuple(prompts)
+    count, texts = len(decoder_layers(target)), list(PROMPTS if prompts is None else prompts)
     if num_draft_layers < 1:
         raise ValueError(f"`num_draft_layers` is {num_draft_layers}: give 1 or more.")
     if len(texts) < 8 or max_new_tokens < 4:
@@ -108,9 +108,9 @@ def instant_drafter(
     kept = list(dict.fromkeys([*read, *below]))
     texts = _short(texts, tokenizer)
     # At least two batches: one is greedy, one sampled.
-    size = min(_AT_ONCE, (len(texts) + 1) // 2)
+    at_once = min(_AT_ONCE, (len(texts) + 1) // 2)
     data, rows = responses_in_memory(
-        target, tokenizer, texts, max_new_tokens, kept, batch_size=size, seed=seed, progress=progress
+        target, tokenizer, texts, max_new_tokens, kept, batch_size=at_once, seed=seed, progress=progress
     )
     features = MemoryFeatures(rows, kept, text_config.hidden_size)
     # Seeded, as a layer that is not copied would be drawn.
@@ -163,7 +163,7 @@ def _layers_to_read(count: int, copied: int) -> list[int]:
     return sorted({max(0, count - 1 - copied), min(3 * count // 4, max(0, count - 1 - copied))})
 
 
-def _short(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> Sequence[str]:
+def _short(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> list[str]:
     found = [text for text in texts if 0 < len(tokenizer(text)["input_ids"]) <= _LONGEST_PROMPT]
     if len(found) < 8:
         raise ValueError(

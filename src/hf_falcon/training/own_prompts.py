@@ -12,7 +12,7 @@ PROMPTS = (
     "Summarise in one sentence: The harbour of the village was dredged last winter, because large boats could no "
     "longer enter it. The work took nine weeks and cost more than planned, but the fishermen are glad about it.",
     "Give me ten short names for a bakery that opens at four in the morning.",
-    "Complete this function:\n\ndef running_total(values):\n    \"\"\"Return a list in which each entry is the sum of "
+    'Complete this function:\n\ndef running_total(values):\n    """Return a list in which each entry is the sum of '
     'all values so far.\n\n    >>> running_total([2, 3, 5])\n    [2, 5, 10]\n    """\n',
     "How does a refrigerator keep food cold? Explain it to a child of eight years.",
     "A tank holds 240 litres. A pump empties 15 litres in a minute, and a hose adds 3 litres in a minute. After how "
@@ -46,8 +46,8 @@ PROMPTS = (
     "Turn this into a table: Anna is 31 and lives in Oslo, Bruno is 45 and lives in Rome, Chen is 27 and lives in "
     "Taipei.",
     "How can I fall asleep faster in the evening?",
-    "Complete this function:\n\ndef initials(name: str) -> str:\n    '''\n    Return the first letters of all words of "
-    "a name as capital letters, each followed by a point.\n\n    initials('ada lovelace') gives 'A.L.'\n    '''\n",
+    "Complete this function:\n\ndef initials(name: str) -> str:\n    '''\n    Return the first letters of all words "
+    "of a name as capital letters, each followed by a point.\n\n    initials('ada lovelace') gives 'A.L.'\n    '''\n",
     "What happens in the body when we get a fever?",
     "Write a cover letter for a summer job in a garden centre.",
     "If a recipe for 6 people needs 450 grams of rice, how much rice do I need for 10 people? Show the steps.",
@@ -63,7 +63,7 @@ PROMPTS = (
     "Explain the difference between weather and climate.",
     "Rewrite this sentence in a more polite way: Send me the report today, I have asked you twice.",
     "Who was Marie Curie? Write a short biography.",
-    "Complete the code.\n\ndef is_sorted(items):\n    \"\"\"\n    True if no item is smaller than the one before it.\n"
+    'Complete the code.\n\ndef is_sorted(items):\n    """\n    True if no item is smaller than the one before it.\n'
     "    An empty list is sorted.\n    >>> is_sorted([1, 2, 2, 7])\n    True\n    >>> is_sorted([3, 1])\n    False\n"
     '    """\n',
     "Lena has three times as many stamps as Paul. Together they have 96 stamps. How many does each of them have?",
@@ -87,7 +87,7 @@ PROMPTS = (
     "What is the difference between a list and a tuple in Python?",
     "Write a review of a small hotel where the breakfast was wonderful and the bed was too short.",
     "Why did the Roman Empire fall? Name the main reasons.",
-    "Complete this function:\n\ndef most_common_letter(text: str) -> str:\n    \"\"\"Return the letter that occurs "
+    'Complete this function:\n\ndef most_common_letter(text: str) -> str:\n    """Return the letter that occurs '
     "most often, in lower case; the first one of the alphabet if several do.\n\n    >>> "
     "most_common_letter('Banana')\n    'a'\n    \"\"\"\n",
     "My cat scratches the sofa. What can I do?",
@@ -109,8 +109,8 @@ PROMPTS = (
     "Write the beginning of a detective novel that is set in a library.",
     "Explain what an API is to somebody who has never written a program.",
     "What is the capital of Canada, and why was it chosen?",
-    "Complete the code.\n\ndef pairs_with_sum(numbers: list, wanted: int) -> int:\n    \"\"\"\n    Count the pairs of "
-    "different places whose numbers add up to wanted.\n    >>> pairs_with_sum([1, 4, 2, 3], 5)\n    2\n    \"\"\"\n",
+    'Complete the code.\n\ndef pairs_with_sum(numbers: list, wanted: int) -> int:\n    """\n    Count the pairs of '
+    'different places whose numbers add up to wanted.\n    >>> pairs_with_sum([1, 4, 2, 3], 5)\n    2\n    """\n',
     "Make a shopping list for a vegetarian dinner for four.",
     "What is the difference between speed and acceleration?",
     "Write a message to my team: the meeting of tomorrow moves to Friday at nine.",
