@@ -32,7 +32,7 @@ def install() -> None:
 
 
 def cache_folder() -> Path:
-    """Where costs that `tune` measured are kept: `HF_FALCON_CACHE`, or a folder in the Hub's own."""
+    """Where the package keeps what it found on this machine: `HF_FALCON_CACHE`, or a folder in the Hub's own."""
     given = os.environ.get("HF_FALCON_CACHE")
     return Path(given) if given else Path(constants.HF_HOME) / "hf_falcon"
 
@@ -53,15 +53,20 @@ def load(target: PreTrainedModel, cost_key: CostKey) -> dict[int, float] | None:
 def save(target: PreTrainedModel, cost_key: CostKey, seconds: dict[int, float]) -> None:
     """Keeps times for a target. Where nothing can be written they are measured again next time."""
     file, key = _file(target, cost_key)
+    write_json(file, {**key, "seconds": seconds})
+
+
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    """Writes a file as a whole or not at all. Where nothing can be written, nothing is."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         # Written in a folder of its own and renamed: no process reads half of it, and nothing is left of a failure.
         with tempfile.TemporaryDirectory(dir=file.parent) as folder:
             part = Path(folder, file.name)
-            part.write_text(json.dumps({**key, "seconds": seconds}, indent=2), encoding="utf-8")
+            part.write_text(json.dumps(value, indent=2), encoding="utf-8")
             os.replace(part, file)
     except OSError as error:
-        logger.debug(f"Costs are not kept: {error}")
+        logger.debug(f"{file.name} is not kept: {error}")
 
 
 def _file(target: PreTrainedModel, cost_key: CostKey) -> tuple[Path, dict[str, Any]]:

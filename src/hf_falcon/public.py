@@ -3,7 +3,17 @@
 
 from transformers import AutoConfig, AutoModel
 
-from . import attaching, batches, chains, cost_files, layer_outputs, quantised_targets, sampling, static_trees
+from . import (
+    attaching,
+    batches,
+    chains,
+    cost_files,
+    layer_outputs,
+    quantised_targets,
+    sampling,
+    static_trees,
+    verdict_files,
+)
 from .attaching import attach, detach
 from .core.candidate_generator import FalconCandidateGenerator
 from .core.configuration_falcon_draft import FalconDraftConfig
@@ -57,6 +67,16 @@ AutoModel.register(FalconDraftConfig, FalconDraftModel, exist_ok=True)
 install()
 backend.install()
 falcon_files.install()
-for part in (attaching, batches, chains, cost_files, layer_outputs, quantised_targets, sampling, static_trees):
+for part in (
+    attaching,
+    batches,
+    chains,
+    cost_files,
+    layer_outputs,
+    quantised_targets,
+    sampling,
+    static_trees,
+    verdict_files,
+):
     part.install()
 install_in_pipelines()

@@ -44,6 +44,14 @@ def test_some_of_them(model_type):
     assert classify(model_type).result == KNOWN[model_type]
 
 
+def test_windows_of_another_kind_take_no_chains():
+    """Behind such a window several tokens see padding that a single one does not, which no short text shows."""
+    if "unlimited_ocr" not in MULTIMODAL:
+        pytest.skip("transformers has it since 5.18")
+    row = classify("unlimited_ocr")
+    assert row.result == PLAIN and "reference_sliding_attention" in row.remark
+
+
 def test_the_documents_list_the_table():
     document = TARGETS.read_text(encoding="utf-8")
     assert with_lists(document, TABLE.read_text(encoding="utf-8")) == document

@@ -358,8 +358,9 @@ def register_part(name: str, part: Any) -> None:
             "chains": a class as [`TargetRun`] that scores chains. "batches": a class as [`Batch`] for several rows.
             "static_tree": makes the tree of the options. "layer_outputs": a class as [`NoLayerOutputs`]. "quantised":
             gives the reason why a quantised target is decoded plainly, or `None`. "prior": reads the costs that were
-            measured for a target. "speculative" and "multi_root", values of the option `verification`: called with
-            `(drafter, target, options, logits_processor)`, they return a `RowsDecoder`.
+            measured for a target. "verdicts": remembers targets that take trees. "speculative" and "multi_root",
+            values of the option `verification`: called with `(drafter, target, options, logits_processor)`, they
+            return a `RowsDecoder`.
         part: the part.
     """
     _parts[name] = part

@@ -1,0 +1,96 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Targets that the probe found to take trees, in files: the first call of a later process need not try them again."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers import __version__ as transformers_version
+from transformers.utils import logging
+
+from . import __version__
+from .core.hook import attention_implementation
+from .core.interfaces import register_part
+from .core.target_parts import decoder_of, quantised_layers, structure_of
+from .cost_files import cache_folder, write_json
+
+logger = logging.get_logger(__name__)
+
+# Weights from which the probe takes long enough to be remembered.
+_FEWEST_WEIGHTS = 2**24
+
+
+def install() -> None:
+    """Makes the probe remember targets across processes."""
+    register_part("verdicts", KnownTargets())
+
+
+class KnownTargets:
+    """
+    Remembers which targets take trees.
+
+    Only a target as transformers makes it is remembered: with the class's own methods, and without hooks, adapters or
+    quantised layers. The name of its file is a digest of all that the verdict depends on: the source files of its
+    classes, its configuration, dtype, device and attention, the kinds of arguments, and the versions.
+    """
+
+    def knows(self, model: PreTrainedModel, kinds: Any) -> bool:
+        """Whether this target was found to take trees, with arguments of these `kinds`."""
+        file = _file(model, kinds)
+        try:
+            return file is not None and file.is_file()
+        except OSError:
+            return False
+
+    def remember(self, model: PreTrainedModel, kinds: Any) -> None:
+        """Remembers that this target takes trees. Where nothing can be written it is tried again next time."""
+        file = _file(model, kinds)
+        if file is not None:
+            write_json(file, {"target": type(model).__name__, "takes": "trees"})
+
+
+def _file(model: PreTrainedModel, kinds: Any) -> Path | None:
+    """The file of a target; `None` for one that is not remembered."""
+    if not _is_stock(model):
+        return None
+    config = model.config.get_text_config(decoder=True)
+    parts = (
+        [_digest_of_source(type(module)) for module in (model, decoder_of(model))],
+        model.config.to_json_string(use_diff=False),
+        attention_implementation(config),
+        model.dtype,
+        model.device.type,
+        kinds,
+        [[str(each) for each in kind] for kind in structure_of(model)],  # type: ignore[attr-defined]
+        (__version__, transformers_version, torch.__version__, torch.backends.cpu.get_cpu_capability()),
+    )
+    return cache_folder() / "targets" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
+
+
+def _is_stock(model: PreTrainedModel) -> bool:
+    decoder, kind = decoder_of(model), type(model)
+    if not (kind.__module__.startswith("transformers.models.") and type(decoder).__module__ == kind.__module__):
+        return False
+    if model.training or torch.is_autocast_enabled(model.device.type) or model.num_parameters() < _FEWEST_WEIGHTS:
+        return False
+    # A method that was replaced on the object, on its class by another library, or by an adapter.
+    for owner, name in ((model, "forward"), (decoder, "forward"), (model, "prepare_inputs_for_generation")):
+        function = getattr(getattr(owner, name), "__func__", None)
+        own = getattr(type(owner), name)
+        if name in vars(owner) or function is not own or not own.__module__.startswith("transformers."):
+            return False
+    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return not has_hooks and not any(quantised_layers(model)) and not getattr(model, "_hf_peft_config_loaded", False)
+
+
+def _digest_of_source(kind: type) -> str:
+    """Of the file that a class is written in. A frozen application has none; the versions then speak for it."""
+    try:
+        return hashlib.sha256(Path(sys.modules[kind.__module__].__file__ or "").read_bytes()).hexdigest()
+    except OSError:
+        return kind.__module__
