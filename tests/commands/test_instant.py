@@ -5,9 +5,10 @@ import json
 
 import pytest
 import torch
-from tiny_models import new_target, prompt, tiny_tokenizer
+from tiny_models import new_target, prompt, tiny_target, tiny_tokenizer
+from training_runs import arguments
 
-from hf_falcon.commands import at_hand, bench
+from hf_falcon.commands import at_hand, bench, train
 from hf_falcon.commands import main as entry
 from hf_falcon.commands.models import load_drafter
 from hf_falcon.training import instant
@@ -48,6 +49,21 @@ def test_the_command_writes_a_drafter(saved, tmp_path, capsys):
     assert (output / "README.md").is_file()
     # The same command again writes over its own drafter.
     assert entry.main(words(saved, "llama", output, "--limit", "8")) == 0
+
+
+def test_training_continues_an_instant_drafter(workplace, tmp_path):
+    target, name = tiny_target(), str(tmp_path / "instant")
+    drafter = instant.instant_drafter(target, tiny_tokenizer(), TEXTS, max_new_tokens=12, progress=False)
+    drafter.save_pretrained(name)
+    options = {"init_from": name, "block_size": 1, "num_lstm_layers": 0, "max_steps": 2, "learning_rate": 1e-3}
+    assert train.main(arguments(workplace, tmp_path / "trained", **options)) == 0
+    trained = load_drafter(str(tmp_path / "trained"), torch.float32, "cpu")
+    assert trained.config.feature_layers == drafter.config.feature_layers
+    assert trained.generation_config.context_bonuses == drafter.generation_config.context_bonuses
+    change = (trained.fusion.linear.weight - drafter.fusion.linear.weight).abs().max()
+    assert 0 < change < 0.02
+    plain = target.generate(prompt(9), do_sample=False, max_new_tokens=12)
+    assert target.generate(prompt(9), do_sample=False, max_new_tokens=12, assistant_model=trained).equal(plain)
 
 
 def test_errors_of_the_command(saved, tmp_path, capsys):

@@ -84,12 +84,12 @@ def observe(
     for index in range(1, passes + 1):
         cache = TrainingCache(cache)
         states = draft_pass(drafter, given, embeds, blocks, valid, index, cache)
-        found.append(_sample(drafter, head, token_ids[0], states[0], choices, prompt_length, most))
+        found.append(_observed(drafter, head, token_ids[0], states[0], choices, prompt_length, most))
         given = torch.cat((own[:, :1], states[:, :-1]), dim=1)
     return found
 
 
-def _sample(
+def _observed(
     drafter: FalconDraftModel,
     head: TargetHead,
     token_ids: Tensor,
