@@ -15,6 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from .core.hook import default_generation_params, is_drafter, register_finder
+from .drafters.lookup_drafter import LOOKUP
 from .pipelines import load_by_name
 
 logger = logging.get_logger(__name__)
@@ -28,7 +29,7 @@ _attached: weakref.WeakKeyDictionary[PreTrainedModel, Any] = weakref.WeakKeyDict
 _loaded: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = weakref.WeakKeyDictionary()
 
 
-def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike[str]) -> None:
+def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike[str] = LOOKUP) -> None:
     """
     Makes `target.generate` draft without an argument, also where a pipeline or transformers' server calls it. It
     replaces a drafter that was attached before. Nothing is attached to a copy of the target.
@@ -46,9 +47,9 @@ def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike
 
     Args:
         target ([`PreTrainedModel`]): the target.
-        drafter ([`DraftModel`], `str` or `os.PathLike`):
-            The drafter, its name on the Hub or its folder. By name it is loaded at once, in the target's dtype and on
-            its device.
+        drafter ([`DraftModel`], `str` or `os.PathLike`, *optional*, defaults to `"lookup"`):
+            The drafter, its name on the Hub or its folder; "lookup" is prompt lookup alone, for any target. By name it
+            is loaded at once, in the target's dtype and on its device.
 
     Raises:
         `TypeError`: if the target is not a transformers model that generates, or the drafter is another model.
@@ -66,7 +67,7 @@ def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike
         found = repr(str(given)) if isinstance(given, (str, os.PathLike)) else f"a {type(given).__name__}"
         raise TypeError(
             f"`drafter` is {found}, not a drafter of hf_falcon: give a drafter, such as a `FalconDraftModel`, or the "
-            "name or the folder of one."
+            "name or the folder of one. A smaller language model drafts as `hf_falcon.CausalLMDrafter(model)`."
         )
     drafter.check_target(target)
     _attached[target] = drafter

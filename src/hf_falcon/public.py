@@ -9,6 +9,7 @@ from . import (
     chains,
     cost_files,
     layer_outputs,
+    lookup,
     quantised_targets,
     sampling,
     static_trees,
@@ -28,12 +29,15 @@ from .cpu.compiling import compile_rounds, compiled_rounds, uncompile_rounds
 from .cpu.packing import pack_weights, packed_weights, unpack_weights
 from .drafters import falcon_files
 from .drafters.auto import AutoDrafter
+from .drafters.language_model import CausalLMDrafter
+from .drafters.lookup_drafter import LookupDrafter
 from .pipelines import install_in_pipelines
 from .static_trees import StaticTree, static_paths
 from .training.instant import instant_drafter
 
 __all__ = [
     "AutoDrafter",
+    "CausalLMDrafter",
     "DraftHead",
     "DraftModel",
     "DraftOptions",
@@ -47,6 +51,7 @@ __all__ = [
     "FalconDraftConfig",
     "FalconDraftModel",
     "FalconGenerateOutput",
+    "LookupDrafter",
     "StaticTree",
     "attach",
     "compile_rounds",
@@ -73,6 +78,7 @@ for part in (
     chains,
     cost_files,
     layer_outputs,
+    lookup,
     quantised_targets,
     sampling,
     static_trees,

@@ -14,6 +14,9 @@ from transformers import PreTrainedModel
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
 from ..core.policy import acceptance_stats_of
+from ..drafters.language_model import CausalLMDrafter
+from ..drafters.lookup_drafter import LookupDrafter
+from ..drafters.vocabularies import tokenizer_of
 from .decision import DecisionModel
 
 FALCON = "falcon"
@@ -36,7 +39,7 @@ class Models:
         target ([`PreTrainedModel`]): the target.
         drafters (`dict[str, DraftModel]`): its drafters by name: "falcon" for all methods `falcon...`, "instant",
             "eagle_like" and "medusa_like" for those methods, and any other name for a method of that name.
-        draft_model ([`PreTrainedModel`], *optional*): a smaller language model with the target's tokenizer.
+        draft_model ([`PreTrainedModel`], *optional*): a smaller language model.
         longest_context (`int`, *optional*): tokens of the longest dialogue, answers included.
         absent (`dict[str, str]`, *optional*): drafters that are missing, by name, each with the reason.
         decision ([`DecisionModel`], *optional*): decides in "falcon_classifier" whether a draft pass runs.
@@ -48,6 +51,7 @@ class Models:
     longest_context: int | None = None
     absent: dict[str, str] = field(default_factory=dict)
     decision: DecisionModel | None = None
+    draft_drafter: CausalLMDrafter | None = field(default=None, init=False)
 
 
 class NotAvailable(ValueError):
@@ -114,7 +118,28 @@ def _early_exit(models: Models) -> dict[str, Any]:
 def _draft_model(models: Models) -> dict[str, Any]:
     if models.draft_model is None:
         raise NotAvailable("no smaller language model is given as `draft_model`")
-    return {"assistant_model": models.draft_model}
+    if models.draft_drafter is None:
+        # Made once: it remembers what was accepted.
+        models.draft_drafter = CausalLMDrafter(models.draft_model)
+    try:
+        models.draft_drafter.check_target(models.target)
+    except ValueError as error:
+        raise NotAvailable(str(error)) from error
+    return {"assistant_model": models.draft_drafter}
+
+
+def _assisted(models: Models) -> dict[str, Any]:
+    """transformers' own decoding with a smaller language model; with other tokens, its universal one."""
+    if models.draft_model is None:
+        raise NotAvailable("no smaller language model is given as `draft_model`")
+    sizes = {each.config.get_text_config(decoder=True).vocab_size for each in (models.target, models.draft_model)}
+    names = {}
+    if len(sizes) > 1:
+        tokenizers = [tokenizer_of(each) for each in (models.target, models.draft_model)]
+        if None in tokenizers:
+            raise NotAvailable("the draft model has other tokens than the target, and no tokenizer was found for one")
+        names = dict(zip(("tokenizer", "assistant_tokenizer"), tokenizers))
+    return {"assistant_model": models.draft_model, **names}
 
 
 def _classifier(models: Models) -> dict[str, Any]:
@@ -129,9 +154,13 @@ METHODS: dict[str, Callable[[Models], dict[str, Any]]] = {
     "plain_compiled": _plain_compiled,
     "prompt_lookup": lambda models: {"prompt_lookup_num_tokens": 3},
     "prompt_lookup_8": lambda models: {"prompt_lookup_num_tokens": 8},
+    # Ours, without a drafter's network.
+    "lookup": lambda models: {"assistant_model": LookupDrafter()},
     "lookahead": _lookahead,
     "early_exit": _early_exit,
+    # A smaller language model: our loop, and transformers' own.
     "draft_model": _draft_model,
+    "assisted": _assisted,
     "eagle_like": _eagle_like,
     "medusa_like": partial(_fixed_tree, name="medusa_like", draft_tree="static", num_draft_passes=1),
     # Parts of our method, added one by one: a chain, the paper's static tree, a tree of the most probable nodes, ...
@@ -162,7 +191,7 @@ OTHER_SAMPLES = (
     "prompt_lookup",
     "prompt_lookup_8",
     "early_exit",
-    "draft_model",
+    "assisted",
     "falcon_speculative",
     "falcon_multi_root",
 )

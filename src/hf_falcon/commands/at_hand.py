@@ -14,7 +14,6 @@ from huggingface_hub.errors import CacheNotFound
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..checkpoint_files import read_json
-from ..drafters.auto import is_drafter
 from ..training.instant import refusal
 
 # Bytes of a tokenizer's file, at most.
@@ -97,8 +96,12 @@ def _cached() -> Iterator[tuple[str, Path]]:
 def _is_causal(folder: Path) -> bool:
     fields = _read(folder / "config.json")
     names = fields.get("architectures")
-    is_causal = isinstance(names, list) and any(str(each).endswith("ForCausalLM") for each in names)
-    return is_causal and not is_drafter(fields)
+    return (
+        isinstance(names, list)
+        and any(str(each).endswith("ForCausalLM") for each in names)
+        # A head of EAGLE-3.
+        and "draft_vocab_size" not in fields
+    )
 
 
 def _vocabulary(folder: Path) -> Any:

@@ -28,6 +28,7 @@ from ..bench.traces import TRACES_NAME, TraceFile
 from ..checkpoint_files import weights_fingerprint
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
+from ..training.chat_templates import template_variables
 from ..training.instant import instant_drafter
 from ..training.token_file import write_atomically
 from .main import installed_version
@@ -37,6 +38,7 @@ from .models import (
     load_drafter,
     load_target,
     no_progress_bars,
+    note_other_variables,
     resolve_device,
     resolve_dtype,
     shipped_folder,
@@ -51,7 +53,7 @@ class BenchArguments:
 
     data: list[str] = field(
         metadata={
-            "help": f"JSON-lines files with `turns`, or names of the Hub: {', '.join(HUB_DATA)}.",
+            "help": f"Files or data sets as in `hf-falcon prepare`, or names of the Hub: {', '.join(HUB_DATA)}.",
             "action": "extend",
         }
     )
@@ -71,7 +73,12 @@ class BenchArguments:
         default_factory=list,
         metadata={"help": "NAME=FOLDER: further drafters; each is a method of that name.", "action": "extend"},
     )
-    draft_model: str | None = field(default=None, metadata={"help": "Smaller language model, for `draft_model`."})
+    draft_model: str | None = field(
+        default=None,
+        metadata={
+            "help": "Smaller language model: `draft_model` is our loop with it, `assisted` is transformers' own."
+        },
+    )
     decision: str | None = field(
         default=None, metadata={"help": "File of examples/decision_model.py, for `falcon_classifier`."}
     )
@@ -98,12 +105,16 @@ class BenchArguments:
     max_turns: int | None = field(default=None, metadata={"help": "Turns of a prompt, from the first."})
     temperature: float = field(default=0.0, metadata={"help": "0 is greedy decoding."})
     repeats: int = field(default=1, metadata={"help": "Timed runs of each answer; the median counts."})
+    chat_template_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Variables of the chat template, as JSON: '{\"enable_thinking\": false}'."}
+    )
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
     output: str = field(default="bench", metadata={"help": "Folder of the traces and the report."})
 
     def __post_init__(self) -> None:
         at_least(self, 1, "max_new_tokens", "repeats", "limit", "max_turns")
+        template_variables(self.chat_template_kwargs)
         if self.temperature < 0:
             raise ValueError(f"`temperature` is {self.temperature}; give 0 (greedy) or more.")
         if self.scaled is not None and self.scaled not in SHAPES:
@@ -142,7 +153,9 @@ def main(argv: list[str]) -> int:
     device = resolve_device(arguments.device)
     dtype = resolve_dtype(arguments.dtype, device)
     models, tokenizer = _load(arguments, dtype, device)
-    models.longest_context = longest_context(tokenizer, data, arguments.max_new_tokens)
+    variables = template_variables(arguments.chat_template_kwargs)
+    note_other_variables(models.drafters.get(FALCON), variables)
+    models.longest_context = longest_context(tokenizer, data, arguments.max_new_tokens, variables)
     methods, absent = resolve(arguments.method_names, models)
     for name, why in absent.items():
         print(f"`{name}` is left out: {why}.")
@@ -152,6 +165,8 @@ def main(argv: list[str]) -> int:
     if settings["do_sample"]:
         settings["temperature"] = arguments.temperature
     environment = _environment(models, dtype)
+    if variables:
+        environment["chat_template_kwargs"] = json.dumps(variables, sort_keys=True)
     measured = {**environment, **settings, "repeats": arguments.repeats, "prompts": _digest(data)}
     measured["draft_options"] = {name: asdict(_options(drafter)) for name, drafter in models.drafters.items()}
     if models.decision is not None:
@@ -168,7 +183,7 @@ def main(argv: list[str]) -> int:
     }
     if wanted <= file.traces.keys():
         print(f"All answers were measured before: delete {Path(arguments.output) / TRACES_NAME} to measure it again.")
-    benchmark = Benchmark(models.target, tokenizer, methods, settings, arguments.repeats)
+    benchmark = Benchmark(models.target, tokenizer, methods, settings, arguments.repeats, variables)
     benchmark.run(data, file)
 
     traces = [trace for key, trace in file.traces.items() if key in wanted]

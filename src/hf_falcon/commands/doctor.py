@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
@@ -23,6 +24,8 @@ from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..checkpoint_files import read_json
 from ..core.drafter import DraftModel
+from ..training.chat_templates import other_variables, template_variables
+from ..training.json_text import short
 from ..training.provenance import PROVENANCE_NAME
 from ..training.token_file import chat_template_sha256
 from .adapt import REPORT_NAME
@@ -31,7 +34,7 @@ from .card import final_tau, read_card, tau_of
 from .models import (
     TARGET_NAME,
     encode,
-    load_drafter,
+    load_network,
     load_target,
     resolve_device,
     resolve_dtype,
@@ -92,7 +95,7 @@ class DoctorArguments:
     Args:
         target, drafter (`str`, *optional*): names or folders; the models of the demo if left out. With another target
             and no drafter, the command says what can draft for it.
-        data (`list[str]`, *optional*): JSON-lines files with `turns`, or `mt_bench`, `humaneval`, `gsm8k` of the Hub;
+        data (`list[str]`, *optional*): what `hf-falcon prepare` reads, or `mt_bench`, `humaneval`, `gsm8k` of the Hub;
             the first turn is the prompt. Built-in prompts if left out; otherwise the acceptance is compared with
             theirs.
         limit (`int`, *optional*, defaults to 6): prompts of each file, from the start.
@@ -101,13 +104,17 @@ class DoctorArguments:
             generation configuration, if it samples.
         chat_template (`str`, *optional*): Jinja file with another chat template to compare with, for example the one
             that the drafter was trained with.
+        chat_template_kwargs (`dict` or `str`, *optional*): variables of the chat template, or their JSON
+            (`{"enable_thinking": false}`).
     """
 
     target: str | None = field(default=None, metadata={"help": "Target, from the Hub or a folder."})
     drafter: str | None = field(default=None, metadata={"help": "Drafter, from the Hub or a folder."})
     data: list[str] | None = field(
         default=None,
-        metadata={"help": "JSON-lines files with `turns`, or names of the Hub; the first turn is the prompt."},
+        metadata={
+            "help": "Files or data sets as in `hf-falcon prepare`, or names of the Hub; the first turn is the prompt."
+        },
     )
     limit: int = field(default=6, metadata={"help": "Prompts of each file, from the start."})
     max_new_tokens: int = field(default=64, metadata={"help": "Tokens of an answer, at most."})
@@ -117,12 +124,16 @@ class DoctorArguments:
     chat_template: str | None = field(
         default=None, metadata={"help": "Jinja file with another chat template to compare with."}
     )
+    chat_template_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Variables of the chat template, as JSON: '{\"enable_thinking\": false}'."}
+    )
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
     json: bool = field(default=False, metadata={"help": "Print the result as one JSON object, nothing else."})
 
     def __post_init__(self) -> None:
         at_least(self, 1, "limit", "max_new_tokens")
+        template_variables(self.chat_template_kwargs)
         if self.temperature is not None and not self.temperature > 0:
             raise ValueError(f"`temperature` is {self.temperature}; give a number above 0, or leave it out (greedy).")
         if self.chat_template is not None and not Path(self.chat_template).is_file():
@@ -163,7 +174,13 @@ def reference_of(folder: Path) -> Reference | None:
     return None
 
 
-def encode_with(tokenizer: PreTrainedTokenizerBase, prompt: str, template: str | None, device: torch.device) -> Inputs:
+def encode_with(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    template: str | None,
+    device: torch.device,
+    variables: dict[str, Any] | None = None,
+) -> Inputs:
     """As [`encode`], with another chat template; `None` is plain text."""
     if template is None:
         return dict(tokenizer(prompt, return_tensors="pt").to(device))
@@ -173,6 +190,7 @@ def encode_with(tokenizer: PreTrainedTokenizerBase, prompt: str, template: str |
         add_generation_prompt=True,
         return_dict=True,
         return_tensors="pt",
+        **(variables or {}),
     )
     return dict(inputs.to(device))
 
@@ -226,14 +244,25 @@ def templates_to_try(
     given: str | None,
     texts: list[str],
     device: torch.device,
+    variables: dict[str, Any] | None = None,
 ) -> tuple[list[Template], bool]:
     """
-    The templates that [`diagnose`] compares with.
+    The templates that [`diagnose`] compares with, and the template of the prompts with those variables that the
+    drafter was trained with, if these are others.
 
     Returns:
         `list[Template]`, and whether the drafter is known to have been trained with another template.
     """
     recorded = provenance.get("data", {})
+    variables = variables or {}
+    found = []
+    given_in_training = getattr(drafter.config, "chat_template_kwargs", None)
+    if tokenizer.chat_template is not None and other_variables(given_in_training, variables):
+        # The drafter's files are a stranger's.
+        with suppress(ValueError, TypeError, TemplateError):
+            trained_with = template_variables(given_in_training)
+            prompts = [encode(tokenizer, text, device, trained_with) for text in texts]
+            found.append(Template(f"`chat_template_kwargs` {short(trained_with)}", prompts, True))
     trained_target = drafter.config.target_name_or_path
     # A template is a program, and the drafter's own files are a stranger's.
     if trained_target is not None and _is_inside(trained_target, drafter.name_or_path):
@@ -243,17 +272,15 @@ def templates_to_try(
     digest = recorded.get("chat_template_sha256")
     is_other = is_known and digest != chat_template_sha256(tokenizer.chat_template)
     if is_known and not is_other:
-        return [], False
+        return found, False
     if is_known:
         # The one that it was trained with, if it is among them.
         others = {name: each for name, each in others.items() if chat_template_sha256(each) == digest} or others
     # Base models and some drafters are trained on plain text, but nothing suggests it.
-    return [
-        Template(
-            name, [encode_with(tokenizer, text, template, device) for text in texts], is_other or template is not None
-        )
-        for name, template in others.items()
-    ], is_other
+    for name, template in others.items():
+        prompts = [encode_with(tokenizer, text, template, device, variables) for text in texts]
+        found.append(Template(name, prompts, is_other or template is not None))
+    return found, is_other
 
 
 def sampling_temperature(target: PreTrainedModel, given: float | None) -> float | None:
@@ -351,16 +378,19 @@ def main(argv: list[str]) -> int:
     device = resolve_device(arguments.device)
     dtype = resolve_dtype(arguments.dtype, device)
     target, tokenizer = load_target(arguments.target, dtype, device)
-    drafter = load_drafter(arguments.drafter, dtype, device)
+    drafter = load_network(arguments.drafter, dtype, device)
     provenance = provenance_of(name)
     all_texts = [text for each in texts.values() for text in each]
-    templates, is_other = templates_to_try(tokenizer, drafter, provenance, arguments.chat_template, all_texts, device)
-    everyday = [encode(tokenizer, text, device) for each in PROMPTS.values() for text in each]
+    variables = template_variables(arguments.chat_template_kwargs)
+    templates, is_other = templates_to_try(
+        tokenizer, drafter, provenance, arguments.chat_template, all_texts, device, variables
+    )
+    everyday = [encode(tokenizer, text, device, variables) for each in PROMPTS.values() for text in each]
     found = diagnose(
         Case(
             target,
             drafter,
-            {kind: [encode(tokenizer, text, device) for text in each] for kind, each in texts.items()},
+            {kind: [encode(tokenizer, text, device, variables) for text in each] for kind, each in texts.items()},
             lambda token: tokenizer.decode([token]),
             arguments.max_new_tokens,
             adapt_command(arguments.target, name),
@@ -371,6 +401,10 @@ def main(argv: list[str]) -> int:
         sampling_temperature(target, arguments.temperature),
         reference_of(Path(name)) if Path(name).is_dir() else None,
     )
+    if text := other_variables(getattr(drafter.config, "chat_template_kwargs", None), variables):
+        found.notes.append(
+            f"{text[0].upper()}{text[1:]}. Give the same ones, or train or adapt the drafter with yours."
+        )
     if arguments.json:
         models = {"target": target.name_or_path, "drafter": name, "dtype": str(dtype).removeprefix("torch.")}
         print(json.dumps({**models, "max_new_tokens": arguments.max_new_tokens, **found.to_dict()}))

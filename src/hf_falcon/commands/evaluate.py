@@ -16,8 +16,9 @@ from ..bench.divergence import first_divergence
 from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..core.draft_options import DraftOptions
+from ..training.chat_templates import template_variables
 from ..verdicts import verdict_of_prompt
-from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
+from .models import encode, load_drafter, load_target, note_other_variables, resolve_device, resolve_dtype
 from .run_arguments import CommandParser, at_least
 
 
@@ -29,18 +30,20 @@ class EvaluateArguments:
     > Parameters that control what is measured
 
     Args:
-        data (`list[str]`): JSON-lines files whose lines have `turns`, or `mt_bench`, `humaneval`, `gsm8k` of the Hub;
-            the first turn is the prompt.
+        data (`list[str]`): what `hf-falcon prepare` reads, or `mt_bench`, `humaneval`, `gsm8k` of the Hub; the first
+            turn is the prompt.
         target, drafter (`str`, *optional*): names or folders; those of the demo if left out.
         max_new_tokens (`int`, *optional*, defaults to 128): new tokens a prompt, at most.
         limit (`int`, *optional*): prompts of each file, from the start.
         check (`bool`, *optional*, defaults to `False`):
             also decode plainly, and report at which token, and by what gap of logits, outputs diverge from it.
+        chat_template_kwargs (`dict` or `str`, *optional*): variables of the chat template, or their JSON
+            (`{"enable_thinking": false}`).
 
     > Parameters that control the drafting, in place of the drafter's own
 
     The result depends on the drafter and not on the machine: by default it drafts a tree of one size every round, and
-    prompt lookup is off.
+    prompt lookup is off, unless the drafter is "lookup".
 
     Args:
         num_assistant_tokens, num_draft_passes, draft_top_k, draft_width, draft_tree, assistant_confidence_threshold,
@@ -49,7 +52,9 @@ class EvaluateArguments:
     """
 
     data: list[str] = field(
-        metadata={"help": "JSON-lines files with `turns`, or names of the Hub; the first turn is the prompt."}
+        metadata={
+            "help": "Files or data sets as in `hf-falcon prepare`, or names of the Hub; the first turn is the prompt."
+        }
     )
     target: str | None = field(default=None, metadata={"help": "Target, from the Hub or a folder."})
     drafter: str | None = field(default=None, metadata={"help": "Drafter, from the Hub or a folder."})
@@ -67,9 +72,14 @@ class EvaluateArguments:
     num_assistant_tokens_schedule: str = field(
         default="constant", metadata={"help": "'constant', or 'heuristic': the size that pays on this machine."}
     )
-    prompt_lookup_num_tokens: int = field(default=0, metadata={"help": "Tokens of prompt lookup, at most; 0 is off."})
+    prompt_lookup_num_tokens: int | None = field(
+        default=None, metadata={"help": "Tokens of prompt lookup, at most; by default 0, which is off."}
+    )
     context_bonuses: list[float] | None = field(
         default=None, metadata={"help": "Bonuses on the logits of tokens that the text repeats; 0 is off."}
+    )
+    chat_template_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Variables of the chat template, as JSON: '{\"enable_thinking\": false}'."}
     )
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
@@ -77,6 +87,7 @@ class EvaluateArguments:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "limit", "max_new_tokens", "num_assistant_tokens")
+        template_variables(self.chat_template_kwargs)
         if self.context_bonuses == [0]:
             self.context_bonuses = []
 
@@ -94,7 +105,7 @@ def measure_acceptance(
     near_ties = 0
     divergences: list[dict[str, Any]] = []
     for number, prompt in enumerate(tqdm(prompts, unit="prompt", leave=False)):
-        inputs = encode(tokenizer, prompt, target.device)
+        inputs = encode(tokenizer, prompt, target.device, template_variables(arguments.chat_template_kwargs))
         options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
         output = target.generate(**inputs, **options, assistant_model=drafter, return_dict_in_generate=True)
         found = output.draft_statistics
@@ -158,6 +169,9 @@ def main(argv: list[str]) -> int:
     dtype = resolve_dtype(arguments.dtype, device)
     target, tokenizer = load_target(arguments.target, dtype, device)
     drafter = load_drafter(arguments.drafter, dtype, device)
+    note_other_variables(drafter, template_variables(arguments.chat_template_kwargs))
+    if arguments.prompt_lookup_num_tokens is None and drafter.max_draft_passes != 0:
+        arguments.prompt_lookup_num_tokens = 0
     for option in fields(DraftOptions):
         # Some options are not arguments: `verification` has no meaning in greedy decoding.
         value = getattr(arguments, option.name, None)

@@ -64,6 +64,9 @@ def main(argv: list[str]) -> int:
         stored = kept_features(options.data, files, target, layers)
     # A new drafter starts from samples that are trained on: those that are held out judge it.
     drafter = _drafter(options, target, data.first(_trained_on(options, data)), stored)
+    if "chat_template_kwargs" in data.metadata:
+        # `generate` and `doctor` compare them with a call's.
+        drafter.config.chat_template_kwargs = data.metadata["chat_template_kwargs"]
     samples, held_out = _split(options, data, stored)
     trainer = FalconTrainer(drafter, target, args, samples, held_out, run_arguments=asdict(options))
     plot = TrainingPlot()

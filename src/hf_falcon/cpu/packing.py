@@ -199,7 +199,8 @@ def _packable(model: nn.Module) -> list[nn.Linear]:
             "generate without packed weights."
         )
     linears = {path: module for path, module in model.named_modules() if _is_plain(module)}
-    if not linears and not is_packed(model):
+    # A drafter without a network has no weights at all.
+    if not linears and not is_packed(model) and any(True for _ in model.parameters()):
         raise ValueError(f"{name} has no ordinary linear layer (`torch.nn.Linear`): there is nothing to pack.")
     for path, linear in linears.items():
         dtype = linear.weight.dtype

@@ -35,6 +35,7 @@ _METADATA_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "data": ((str, list), "names"),
     "plan": ((dict,), "an object"),
     "target_fingerprint": ((str, NoneType), "a text"),
+    "chat_template_kwargs": ((dict,), "an object"),
     "chat_template_sha256": ((str, NoneType), "a text"),
 }
 # Tokens that are compared at once: a file can be larger than memory.
