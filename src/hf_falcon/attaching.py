@@ -16,6 +16,8 @@ from transformers.utils import logging
 
 from .core.hook import default_generation_params, is_drafter, register_finder
 from .drafters.lookup_drafter import LOOKUP
+from .learning.learner import learner_of, start_learning
+from .learning.options import LearningOptions
 from .pipelines import load_by_name
 
 logger = logging.get_logger(__name__)
@@ -29,7 +31,11 @@ _attached: weakref.WeakKeyDictionary[PreTrainedModel, Any] = weakref.WeakKeyDict
 _loaded: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = weakref.WeakKeyDictionary()
 
 
-def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike[str] = LOOKUP) -> None:
+def attach(
+    target: PreTrainedModel,
+    drafter: PreTrainedModel | str | os.PathLike[str] = LOOKUP,
+    learn: bool | str | os.PathLike[str] | LearningOptions = False,
+) -> None:
     """
     Makes `target.generate` draft without an argument, also where a pipeline or transformers' server calls it. It
     replaces a drafter that was attached before. Nothing is attached to a copy of the target.
@@ -50,10 +56,12 @@ def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike
         drafter ([`DraftModel`], `str` or `os.PathLike`, *optional*, defaults to `"lookup"`):
             The drafter, its name on the Hub or its folder; "lookup" is prompt lookup alone, for any target. By name it
             is loaded at once, in the target's dtype and on its device.
+        learn (`bool`, `str`, `os.PathLike` or [`LearningOptions`], *optional*, defaults to `False`):
+            Whether the drafter learns from the calls ([`Learner`]); a folder to keep what it learns in; or options.
 
     Raises:
         `TypeError`: if the target is not a transformers model that generates, or the drafter is another model.
-        `ValueError`: if the drafter was made for another target.
+        `ValueError`: if the drafter was made for another target, or cannot learn.
     """
     if not isinstance(target, PreTrainedModel) or not isinstance(target, GenerationMixin):
         raise TypeError(
@@ -70,17 +78,21 @@ def attach(target: PreTrainedModel, drafter: PreTrainedModel | str | os.PathLike
             "name or the folder of one. A smaller language model drafts as `hf_falcon.CausalLMDrafter(model)`."
         )
     drafter.check_target(target)
+    if learn is not False:
+        start_learning(drafter, target, learn)
     _attached[target] = drafter
 
 
 def detach(target: PreTrainedModel) -> None:
     """
-    Undoes [`attach`]. Nothing happens if no drafter is attached.
+    Undoes [`attach`], and ends the learning of the drafter. Nothing happens if no drafter is attached.
 
     Args:
         target ([`PreTrainedModel`]): the target.
     """
-    _attached.pop(target, None)
+    drafter = _attached.pop(target, None)
+    if drafter is not None and (learner := learner_of(drafter)) is not None:
+        learner.close()
 
 
 def register_loader(load: Loader) -> None:

@@ -27,10 +27,13 @@ from .core.tree import DraftTree, DynamicTree
 from .cpu import backend
 from .cpu.compiling import compile_rounds, compiled_rounds, uncompile_rounds
 from .cpu.packing import pack_weights, packed_weights, unpack_weights
+from .cpu.row_invariant import row_invariant
 from .drafters import falcon_files
 from .drafters.auto import AutoDrafter
 from .drafters.language_model import CausalLMDrafter
 from .drafters.lookup_drafter import LookupDrafter
+from .learning.learner import Learner, LearningStatistics
+from .learning.options import LearningOptions
 from .pipelines import install_in_pipelines
 from .static_trees import StaticTree, static_paths
 from .training.instant import instant_drafter
@@ -52,6 +55,9 @@ __all__ = [
     "FalconDraftModel",
     "FalconGenerateOutput",
     "LookupDrafter",
+    "Learner",
+    "LearningOptions",
+    "LearningStatistics",
     "StaticTree",
     "attach",
     "compile_rounds",
@@ -62,6 +68,7 @@ __all__ = [
     "instant_drafter",
     "pack_weights",
     "packed_weights",
+    "row_invariant",
     "static_paths",
     "uncompile_rounds",
     "unpack_weights",

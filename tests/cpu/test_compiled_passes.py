@@ -21,6 +21,7 @@ from hf_falcon import FalconCandidateGenerator
 from hf_falcon.cpu import compact_weights, compiling
 from hf_falcon.cpu.compiled_rounds import compiled_passes_of
 from hf_falcon.cpu.skinny_gemm import skinny_gemm_pays
+from hf_falcon.learning.serving_weights import replace_weights
 
 SIZES = (4,)
 WIDTH = 3
@@ -371,3 +372,43 @@ def test_eagle3_drafters_by_the_default_compiler(name, target):
         assert compiled_passes_of(drafter, target) is not None
         assert eagle3_trees(target, drafter) == expected
         assert generate(target, prompt(9), drafter) == generate(target, prompt(9))
+
+
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_compiled_passes_follow_weights_that_were_learnt(target, backend, is_packed):
+    drafter = drafter_of(target)
+    if is_packed:
+        hf_falcon.pack_weights(drafter)
+    chance = seeded()
+    with compiled(target, drafter, backend):
+        trees(target, drafter)
+        weights = {
+            name: each.to_dense().detach() + 0.2 * torch.randn(each.shape, generator=chance)
+            for name, each in drafter.named_parameters()
+        }
+        before = backend.ran
+        replace_weights(drafter, weights)
+        found = trees(target, drafter)
+        assert compiled_passes_of(drafter, target) is not None and backend.ran > before
+        other = drafter_of(target)
+        replace_weights(other, weights)
+        assert found == trees(target, other)
+
+
+def test_learnt_weights_that_compiled_code_cannot_read_run_uncompiled(target, backend, monkeypatch):
+    drafter = drafter_of(target)
+    with compiled(target, drafter, backend):
+        passes = compiled_passes_of(drafter, target)
+        take = passes.take
+
+        def other_dtypes(*models):
+            head = take(*models)
+            passes.is_faster = None
+            return head
+
+        monkeypatch.setattr(passes, "take", other_dtypes)
+        replace_weights(drafter, dict(drafter.named_parameters()))
+        assert compiled_passes_of(drafter, target) is None
+        before = backend.ran
+        trees(target, drafter)
+        assert backend.ran == before

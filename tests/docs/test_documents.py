@@ -245,6 +245,16 @@ def test_python_runs_after_the_readme(document, saved, monkeypatch):
     hf_falcon.uncompile_rounds(namespace["target"])
 
 
+def test_python_of_the_page_on_learning(saved, tmp_path, monkeypatch):
+    namespace: dict = {}
+    run("README.md", saved, namespace, "float32")
+    monkeypatch.chdir(tmp_path)
+    run("docs/learning.md", saved, namespace, "float32")
+    assert (tmp_path / "learnt" / "learning.json").is_file()
+    # The call inside `paused` is not counted.
+    assert namespace["learner"].statistics.calls == 1
+
+
 def test_python_of_the_drafters_page(saved):
     """A drafter of an own class drafts, and the output is plain decoding's."""
     namespace: dict = {}
@@ -259,6 +269,7 @@ def test_python_of_the_drafters_page(saved):
 
 def test_every_page_with_python_is_run():
     run_elsewhere = {"README.md", "docs/usage.md", "docs/cpu.md", "docs/sharing.md", "docs/drafters.md", CARD}
+    run_elsewhere.add("docs/learning.md")
     # Code that computes numbers, and is checked by hand; code with a class of the bench; code with a target of 1 GB.
     names_only = {"examples/train_llama_8b.md", "hub_cards/medusa-like-smollm2-135m-instruct/README.md"}
     names_only |= {"hub_cards/falcon-draft-gemma-3-270m/README.md"}

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +19,7 @@ from ..bench import report
 from ..bench.decision import DecisionModel
 from ..bench.medusa import MedusaLikeModel
 from ..bench.memory import drafter_bytes, weight_bytes
-from ..bench.methods import FALCON, INSTANT, METHODS, OTHER_SAMPLES, Models, resolve
+from ..bench.methods import COMPILED, FALCON, INSTANT, METHODS, OTHER_SAMPLES, Models, resolve
 from ..bench.metrics import PLAIN, summarise
 from ..bench.operations import RoundOperations
 from ..bench.prompts import HUB_DATA, read_turns
@@ -28,6 +29,7 @@ from ..bench.traces import TRACES_NAME, TraceFile
 from ..checkpoint_files import weights_fingerprint
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
+from ..cpu.row_invariant import row_invariant
 from ..training.chat_templates import template_variables
 from ..training.instant import instant_drafter
 from ..training.token_file import write_atomically
@@ -108,6 +110,10 @@ class BenchArguments:
     chat_template_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Variables of the chat template, as JSON: '{\"enable_thinking\": false}'."}
     )
+    row_invariant: bool = field(
+        default=False,
+        metadata={"help": "Decode where rows do not depend on their number: in 16 bits, on a CPU, all are identical."},
+    )
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
     output: str = field(default="bench", metadata={"help": "Folder of the traces and the report."})
@@ -143,7 +149,10 @@ class BenchArguments:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the benchmark. In float32, returns 1 if the tokens of any method differ from plain decoding's."""
+    """
+    Runs the benchmark. In float32, or with `--row_invariant`, returns 1 if the tokens of any method differ from plain
+    decoding's.
+    """
     parser = CommandParser(BenchArguments, prog="hf-falcon bench", description=__doc__)
     arguments = BenchArguments(**vars(parser.parse_args(argv)))
     data = {
@@ -157,10 +166,13 @@ def main(argv: list[str]) -> int:
     note_other_variables(models.drafters.get(FALCON), variables)
     models.longest_context = longest_context(tokenizer, data, arguments.max_new_tokens, variables)
     methods, absent = resolve(arguments.method_names, models)
+    if arguments.row_invariant:
+        absent |= {name: "compiled rounds do not run inside `row_invariant`" for name in COMPILED if name in methods}
+        methods = {name: each for name, each in methods.items() if name not in COMPILED}
     for name, why in absent.items():
         print(f"`{name}` is left out: {why}.")
 
-    exact = dtype == torch.float32
+    exact = dtype == torch.float32 or arguments.row_invariant
     settings: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
     if settings["do_sample"]:
         settings["temperature"] = arguments.temperature
@@ -169,6 +181,10 @@ def main(argv: list[str]) -> int:
         environment["chat_template_kwargs"] = json.dumps(variables, sort_keys=True)
     measured = {**environment, **settings, "repeats": arguments.repeats, "prompts": _digest(data)}
     measured["draft_options"] = {name: asdict(_options(drafter)) for name, drafter in models.drafters.items()}
+    # Traces of before have no such setting, which is `None`.
+    measured["row_invariant"] = arguments.row_invariant or None
+    if arguments.row_invariant:
+        environment["row_invariant"] = True
     if models.decision is not None:
         measured["decision"] = asdict(models.decision)
     if "eagle_like" in methods and "eagle_like" not in models.drafters:
@@ -184,7 +200,8 @@ def main(argv: list[str]) -> int:
     if wanted <= file.traces.keys():
         print(f"All answers were measured before: delete {Path(arguments.output) / TRACES_NAME} to measure it again.")
     benchmark = Benchmark(models.target, tokenizer, methods, settings, arguments.repeats, variables)
-    benchmark.run(data, file)
+    with row_invariant(models.target) if arguments.row_invariant else nullcontext():
+        benchmark.run(data, file)
 
     traces = [trace for key, trace in file.traces.items() if key in wanted]
     rows = summarise(traces, exact, OTHER_SAMPLES if settings["do_sample"] else ())

@@ -16,6 +16,7 @@ from types import TracebackType
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .generate import DecodingArguments, Reply, show
+from .learning import LearningArguments
 from .run_arguments import CommandParser
 
 _HELP = """/help    show this list
@@ -25,10 +26,14 @@ Ctrl-C   stop the reply that is being written, or forget the line that is being 
 
 
 @dataclass
-class ChatArguments(DecodingArguments):
+class ChatArguments(LearningArguments, DecodingArguments):
     """Arguments of `hf-falcon chat`; `help` describes each."""
 
     system: str | None = field(default=None, metadata={"help": "A system message, before the conversation."})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_learning(self.plain)
 
 
 class StatusLine:
@@ -143,5 +148,6 @@ def main(argv: list[str]) -> int:
     arguments = ChatArguments(**vars(parser.parse_args(argv)))
     target, tokenizer, drafter = arguments.load()
     print("Ctrl-C stops a reply; /help lists the commands; /exit ends the chat.", file=sys.stderr)
-    converse(target, tokenizer, drafter, arguments)
+    with arguments.learning(target, drafter):
+        converse(target, tokenizer, drafter, arguments)
     return 0

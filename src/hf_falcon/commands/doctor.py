@@ -1,7 +1,8 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-`hf-falcon doctor`: why few draft tokens are accepted, with the evidence and the remedy of each cause. For a target
-without a drafter, what can draft for it on this machine.
+`hf-falcon doctor`: why few draft tokens are accepted, with the evidence and the remedy of each cause; or, with
+`--exactness`, which modules of the target give a token other bits when several tokens run
+together. For a target without a drafter, it says what can draft for it on this machine.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import shlex
 import textwrap
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,12 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from transformers.utils import cached_file
 
 from ..bench.diagnosis import Case, Diagnosis, Inputs, Reference, Template, diagnose
+from ..bench.exactness import Exactness, exactness
 from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..checkpoint_files import read_json
 from ..core.drafter import DraftModel
+from ..cpu.row_invariant import row_invariant, unsupported_reason
 from ..training.chat_templates import other_variables, template_variables
 from ..training.json_text import short
 from ..training.provenance import PROVENANCE_NAME
@@ -31,6 +34,7 @@ from ..training.token_file import chat_template_sha256
 from .adapt import REPORT_NAME
 from .at_hand import at_hand
 from .card import final_tau, read_card, tau_of
+from .learning import describe, learnt_drafter, learnt_report
 from .models import (
     TARGET_NAME,
     encode,
@@ -106,6 +110,9 @@ class DoctorArguments:
             that the drafter was trained with.
         chat_template_kwargs (`dict` or `str`, *optional*): variables of the chat template, or their JSON
             (`{"enable_thinking": false}`).
+        exactness (`bool`, *optional*, defaults to `False`):
+            Compare forwards over several tokens with forwards over one instead, module by module, outside and inside
+            [`row_invariant`]. Nothing is drafted.
     """
 
     target: str | None = field(default=None, metadata={"help": "Target, from the Hub or a folder."})
@@ -129,6 +136,10 @@ class DoctorArguments:
     )
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
+    exactness: bool = field(
+        default=False,
+        metadata={"help": "Show instead which modules of the target compute other values for several tokens."},
+    )
     json: bool = field(default=False, metadata={"help": "Print the result as one JSON object, nothing else."})
 
     def __post_init__(self) -> None:
@@ -365,10 +376,53 @@ def _without_drafter(arguments: DoctorArguments) -> int:
     return 0
 
 
+def exactness_tables(found: list[Exactness]) -> str:
+    """Two tables: what differs in a forward, and which modules differ by themselves."""
+    forward = [["tokens", "form", "first module that differs", "share", "share of logits"]]
+    for each in found:
+        share = "0" if each.first is None else f"{each.modules.get(each.first, 0):.5f}"
+        form = "tree" if each.is_tree else "path"
+        forward.append([str(each.rows), form, each.first or "none", share, f"{each.logits:.5f}"])
+    sizes = sorted({each.rows for each in found})
+    kinds = {kind: None for each in found for kind in each.alone}
+    alone = [["by itself, with equal inputs; tokens:", *map(str, sizes)]]
+    for kind in kinds:
+        shares = [max(each.alone.get(kind, 0.0) for each in found if each.rows == size) for size in sizes]
+        alone.append([kind, *("0" if share == 0 else f"{share:.5f}" for share in shares)])
+    return f"{aligned(forward)}\n\n{aligned(alone)}"
+
+
+def show_exactness(arguments: DoctorArguments) -> int:
+    """`hf-falcon doctor --exactness`. Returns 1 if something differs everywhere, also inside [`row_invariant`]."""
+    device = resolve_device(arguments.device)
+    dtype = resolve_dtype(arguments.dtype, device)
+    target, tokenizer = load_target(arguments.target, dtype, device)
+    input_ids = encode(tokenizer, PROMPTS["code"][0], device)["input_ids"]
+    compared = {"as it is": compare_forwards(target, input_ids)}
+    if dtype != torch.float32 and unsupported_reason(target) is None:
+        with row_invariant(target):
+            compared["inside row_invariant"] = compare_forwards(target, input_ids)
+    names = {"target": target.name_or_path, "dtype": str(dtype).removeprefix("torch.")}
+    if arguments.json:
+        print(json.dumps({**names, **{name: [asdict(each) for each in found] for name, found in compared.items()}}))
+    else:
+        print(f"{names['target']}, {names['dtype']}: one forward over several tokens against forwards over one")
+        for name, found in compared.items():
+            print(f"\n{name}\n\n{exactness_tables(found)}")
+    return 0 if any(all(each.is_exact for each in found) for found in compared.values()) else 1
+
+
+def compare_forwards(target: PreTrainedModel, input_ids: torch.Tensor) -> list[Exactness]:
+    """[`exactness`] for paths and for trees."""
+    return [each for is_tree in (False, True) for each in exactness(target, input_ids, is_tree=is_tree)]
+
+
 def main(argv: list[str]) -> int:
     """Runs `hf-falcon doctor`. Returns 1 if nothing can be drafted at all."""
     parser = CommandParser(DoctorArguments, prog="hf-falcon doctor", description=__doc__)
     arguments = DoctorArguments(**vars(parser.parse_args(argv)))
+    if arguments.exactness:
+        return show_exactness(arguments)
     if arguments.drafter is None and arguments.target not in (None, TARGET_NAME):
         return _without_drafter(arguments)
     texts = PROMPTS
@@ -378,7 +432,10 @@ def main(argv: list[str]) -> int:
     device = resolve_device(arguments.device)
     dtype = resolve_dtype(arguments.dtype, device)
     target, tokenizer = load_target(arguments.target, dtype, device)
-    drafter = load_network(arguments.drafter, dtype, device)
+    learnt = learnt_report(Path(name))
+    if learnt is not None:
+        name = str(learnt_drafter(Path(name)))
+    drafter = load_network(name, dtype, device)
     provenance = provenance_of(name)
     all_texts = [text for each in texts.values() for text in each]
     variables = template_variables(arguments.chat_template_kwargs)
@@ -407,11 +464,14 @@ def main(argv: list[str]) -> int:
         )
     if arguments.json:
         models = {"target": target.name_or_path, "drafter": name, "dtype": str(dtype).removeprefix("torch.")}
-        print(json.dumps({**models, "max_new_tokens": arguments.max_new_tokens, **found.to_dict()}))
+        more = {} if learnt is None else {"learning": learnt}
+        print(json.dumps({**models, "max_new_tokens": arguments.max_new_tokens, **more, **found.to_dict()}))
     else:
         print(
             f"{target.name_or_path} with {Path(name).name if Path(name).is_dir() else name}, "
             f"{str(dtype).removeprefix('torch.')}, greedy, {arguments.max_new_tokens} tokens an answer\n"
         )
+        if learnt is not None:
+            print(f"{_filled(describe(learnt))}\n")
         print(report(found))
     return 0 if found.acceptance else 1

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from ..bench.divergence import first_divergence
 from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..core.draft_options import DraftOptions
+from ..cpu.row_invariant import row_invariant
 from ..training.chat_templates import template_variables
 from ..verdicts import verdict_of_prompt
 from .models import encode, load_drafter, load_target, note_other_variables, resolve_device, resolve_dtype
@@ -39,6 +41,8 @@ class EvaluateArguments:
             also decode plainly, and report at which token, and by what gap of logits, outputs diverge from it.
         chat_template_kwargs (`dict` or `str`, *optional*): variables of the chat template, or their JSON
             (`{"enable_thinking": false}`).
+        row_invariant (`bool`, *optional*, defaults to `False`):
+            decode both ways inside [`row_invariant`], where in 16 bits on a CPU no output may diverge.
 
     > Parameters that control the drafting, in place of the drafter's own
 
@@ -61,6 +65,9 @@ class EvaluateArguments:
     max_new_tokens: int = field(default=128, metadata={"help": "New tokens a prompt, at most."})
     limit: int | None = field(default=None, metadata={"help": "Prompts of each file."})
     check: bool = field(default=False, metadata={"help": "Also decode plainly, and report where outputs diverge."})
+    row_invariant: bool = field(
+        default=False, metadata={"help": "Decode where rows do not depend on their number: in 16 bits, on a CPU."}
+    )
     num_assistant_tokens: int | None = field(default=None, metadata={"help": "Node budget of a tree."})
     num_draft_passes: int | None = field(default=None, metadata={"help": "Draft passes a round, at most."})
     draft_top_k: int | None = field(default=None, metadata={"help": "Children of a node, at most; 1 is a chain."})
@@ -161,7 +168,9 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Runs `hf-falcon evaluate`. With `--check` in float32, returns 1 if any output differs."""
+    """
+    Runs `hf-falcon evaluate`. With `--check` in float32, or with `--row_invariant`, returns 1 if any output differs.
+    """
     parser = CommandParser(EvaluateArguments, prog="hf-falcon evaluate", description=__doc__)
     arguments = EvaluateArguments(**vars(parser.parse_args(argv)))
     files = {path: [turns[0] for turns in read_turns(path, arguments.limit)] for path in arguments.data}
@@ -178,10 +187,11 @@ def main(argv: list[str]) -> int:
         if value is not None:
             setattr(drafter.generation_config, option.name, value)
     options = DraftOptions.from_generation_config(drafter.generation_config)
-    results = {
-        Path(path).stem: measure_acceptance(target, drafter, tokenizer, prompts, arguments)
-        for path, prompts in files.items()
-    }
+    with row_invariant(target) if arguments.row_invariant else nullcontext():
+        results = {
+            Path(path).stem: measure_acceptance(target, drafter, tokenizer, prompts, arguments)
+            for path, prompts in files.items()
+        }
     if arguments.json:
         print(json.dumps({"dtype": str(dtype).removeprefix("torch."), "options": vars(options), "data": results}))
     else:
@@ -191,11 +201,15 @@ def main(argv: list[str]) -> int:
         )
         print(table(results))
         print("tokens/round: tau + 1, the acceptance length. tau: accepted draft tokens a round; alpha: their share.")
-        if dtype != torch.float32 and any(result.get("divergences") for result in results.values()):
-            print("Rounding decides between tokens that are almost equally likely. In float32 no output may diverge.")
+        is_exact = dtype == torch.float32 or arguments.row_invariant
+        if not is_exact and any(result.get("divergences") for result in results.values()):
+            print(
+                "Rounding decides between tokens that are almost equally likely. With --row_invariant, "
+                "and in float32, no output may diverge."
+            )
         for name, result in results.items():
             for each in result.get("divergences", ()):
                 gap = "one of the outputs ends" if each["gap"] is None else f"logit gap {each['gap']:.3g}"
                 print(f"{name}, prompt {each['prompt']}: diverges from plain decoding at token {each['token']}, {gap}")
     differs = arguments.check and any(result["identical"] < result["prompts"] for result in results.values())
-    return 1 if differs and dtype == torch.float32 else 0
+    return 1 if differs and (dtype == torch.float32 or arguments.row_invariant) else 0

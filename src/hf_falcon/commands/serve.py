@@ -17,13 +17,14 @@ from transformers import PreTrainedTokenizerBase
 
 from ..attaching import attach
 from .generate import ModelArguments
+from .learning import LearningArguments
 from .models import TARGET_NAME
 from .run_arguments import CommandParser
 from .serving import TargetServer, check_packages
 
 
 @dataclass
-class ServeArguments(ModelArguments):
+class ServeArguments(LearningArguments, ModelArguments):
     """Arguments of `hf-falcon serve`; `help` describes each."""
 
     host: str = field(default="127.0.0.1", metadata={"help": "Address to listen on."})
@@ -31,6 +32,7 @@ class ServeArguments(ModelArguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.check_learning(self.plain)
         if not 0 <= self.port < 2**16:
             raise ValueError(f"`port` is {self.port}; give 0 (a free port) to {2**16 - 1}.")
 
@@ -80,7 +82,8 @@ def main(argv: list[str]) -> int:
         try:
             print(f"{name} {with_drafter}: {address}")
             print(f"Try it: {example_request(address, tokenizer)}", flush=True)
-            server.run(listener)
+            with arguments.learning(target, drafter):
+                server.run(listener)
         # A process that a shell put into the background gets none: the server has stopped by itself then.
         except KeyboardInterrupt:
             pass

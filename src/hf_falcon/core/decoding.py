@@ -72,6 +72,8 @@ def assisted_decoding(
     generation_config: GenerationConfig,
     synced_gpus: bool = False,
     streamer: BaseStreamer | None = None,
+    *,
+    observer: Any = None,
     **model_kwargs: Any,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """
@@ -82,6 +84,7 @@ def assisted_decoding(
         drafter ([`Drafter`]): the drafter.
         input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, streamer, model_kwargs:
             What `generate` prepared.
+        observer ([`CallRecorder`], *optional*): of the part "learning".
 
     Returns:
         `torch.LongTensor` of shape `(batch, length)`, or a [`FalconGenerateOutput`] with
@@ -131,6 +134,7 @@ def assisted_decoding(
     # Only draft passes read features.
     layers = drafter.config.feature_layers if options.num_draft_passes else None
     run = make_run(target, input_ids, generation_config, model_kwargs, layers)
+    run.observer = observer
     cache_is_returned = generation_config.return_dict_in_generate or is_user_defined(run.cache)
     try:
         statistics = decode_rows(run, batch, not cache_is_returned)
@@ -138,7 +142,7 @@ def assisted_decoding(
         run.finish()
         raise
     cache = run.finish(batch.input_ids if cache_is_returned else None)
-    return _output(batch, statistics, cache, generation_config, run.layer_outputs)
+    return _output(batch, statistics, cache, generation_config, run)
 
 
 def _decoder(
@@ -204,6 +208,8 @@ def decode(
                 if drafting:
                     row.generator.policy = policy
                 else:
+                    if run.observer is not None:
+                        run.observer.start(row.sequence, prompts[row.place])
                     row.generator.start(*prompts[row.place], policy, row.sequence.is_late, run.prompt_embeds)
             # Nothing else keeps the prompt's features: a row drops them once it drafts.
             prompts, drafting = [], len(unfinished)
@@ -218,6 +224,8 @@ def decode(
         for row in unfinished:
             tree, (path, accepted) = trees[row.place], outcomes[row.place]
             found = features if len(cached) == 1 else features[row.place : row.place + 1]
+            if run.observer is not None:
+                run.observer.add_round(row.sequence, tree, path, found)
             found = found[:, to_device(path, features.device)]
             row.generator.update(tree, path, accepted, found, row.sequence.token_ids, watch, nodes)
             statistics.add_round(len(tree) - 1, accepted)
@@ -289,13 +297,15 @@ def _output(
     statistics: StatisticsRecorder,
     cache: Cache,
     generation_config: GenerationConfig,
-    layer_outputs: Any,
+    run: TargetRun,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """What `generate` returns."""
     if not generation_config.return_dict_in_generate:
         return batch.input_ids
     # Calls for several rows do not ask for scores, logits or the outputs of layers.
-    first = batch.rows[0]
+    first, layer_outputs = batch.rows[0], run.layer_outputs
+    found = statistics.result(batch.new_tokens, first.near_ties)
+    found.learning = None if run.observer is None else run.observer.learning()
     return FalconGenerateOutput(
         sequences=batch.input_ids,
         scores=first.scores,
@@ -303,5 +313,5 @@ def _output(
         attentions=layer_outputs.attentions,
         hidden_states=layer_outputs.hidden_states,
         past_key_values=cache,
-        draft_statistics=statistics.result(batch.new_tokens, first.near_ties),
+        draft_statistics=found,
     )

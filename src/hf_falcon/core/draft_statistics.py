@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,6 +89,7 @@ class DraftStatistics(ModelOutput):
         near_ties (`list[int]`, *optional*):
             The indices of all tokens with a lead of at most two units in the last place of the logits' dtype. If the
             text differs from plain decoding's, it most likely diverges at one of them. In float32 they are very rare.
+        learning (`dict`, *optional*): how far a drafter that learns while it serves has come; `None` for others.
     """
 
     rounds: int | None = None
@@ -102,6 +103,7 @@ class DraftStatistics(ModelOutput):
     smallest_gap: float | None = None
     smallest_gap_token: int | None = None
     near_ties: list[int] | None = None
+    learning: dict[str, Any] | None = None
 
     @property
     def tokens_per_round(self) -> float | None:

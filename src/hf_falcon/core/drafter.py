@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -14,7 +15,7 @@ from .decoding import assisted_decoding
 from .draft_options import DraftOptions
 from .draft_session import BlockSession, TargetHead, check_embedding, check_target
 from .hook import install, keep_custom_fields, read_logits_to_keep
-from .interfaces import DrafterAcceleration, DraftSession, drafter_files
+from .interfaces import DrafterAcceleration, DraftSession, drafter_files, part
 from .modeling_falcon_draft import FalconDraftNetwork
 
 # Newest positions of a prompt that the drafter reads: with these the shipped one accepts as much as with all of 1,000.
@@ -80,7 +81,9 @@ class DraftModel(PreTrainedModel):
         """
         for name in ("tokenizer", "assistant_tokenizer"):
             kwargs.pop(name, None)
-        return assisted_decoding(target, self, *args, **kwargs)
+        observe = part("learning")
+        with nullcontext() if observe is None else observe(self, target) as observer:
+            return assisted_decoding(target, self, *args, observer=observer, **kwargs)
 
     def adjust_generation_fn(self, *args: Any, **kwargs: Any) -> None:
         """

@@ -78,6 +78,8 @@ class TargetRun:
     # reads the costs.
     deferred = most_deferred = 0
     costs: Any = None
+    # What sees the rounds of the call; see the part "learning".
+    observer: Any = None
 
     def __init__(
         self,

@@ -162,6 +162,23 @@ def compiled_rounds(
         uncompile_rounds(target)
 
 
+def refresh_passes(drafter: Any) -> None:
+    """
+    Makes compiled passes of a drafter read its weights of now, after these were changed. Where its code cannot, it
+    runs uncompiled.
+
+    Args:
+        drafter ([`DraftModel`]): the drafter.
+    """
+    for target, rounds in list(compiled.items()):
+        passes = rounds.passes.get(drafter)
+        if passes is not None:
+            passes.take(drafter, target)
+            if passes.is_faster is None:
+                passes.drop()
+                del rounds.passes[drafter]
+
+
 def _check_drafter(drafter: DraftModel, target: PreTrainedModel) -> None:
     if not isinstance(drafter, DraftModel):
         # The code of a repository would look for compiled passes in its own modules.

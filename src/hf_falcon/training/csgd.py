@@ -18,6 +18,27 @@ from .distillation import distillation_loss
 from .estimated_tau import TOP
 from .training_cache import TrainingCache
 
+# The recipe of Falcon, and of drafters with a head of their own (EAGLE-3).
+_DEFAULTS = {
+    "regression_weight": 1.0,
+    "distillation_weight": 0.1,
+    "soft_label_share": 0.9,
+    "feature_noise": 0.1,
+    "unroll_passes": 1,
+}
+_DEFAULTS_WITHOUT_FEATURES = {
+    "regression_weight": 0.0,
+    "distillation_weight": 1.0,
+    "soft_label_share": 1.0,
+    "feature_noise": 0.0,
+    "unroll_passes": 3,
+}
+
+
+def default_recipe(drafter: DraftModel) -> dict[str, Any]:
+    """The defaults of the distillation for a drafter; see [`FalconTrainingArguments`]."""
+    return _DEFAULTS if drafter.predicts_features else _DEFAULTS_WITHOUT_FEATURES
+
 
 @dataclass
 class DraftBatch:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 
 
@@ -39,6 +39,14 @@ class MuonWithAdamW(Optimizer):
         ]
         super().__init__([group for part in self._parts for group in part.param_groups], {})
         self._share()
+
+    @classmethod
+    def of(cls, drafter: nn.Module, heads: Sequence[Tensor], **options: Any) -> MuonWithAdamW:
+        """The optimizer of a drafter's trained parameters; those of its `heads` are updated by AdamW all the same."""
+        trained = [each for each in drafter.parameters() if each.requires_grad]
+        matrices = [each for each in trained if each.ndim == 2 and not any(each is own for own in heads)]
+        others = [each for each in trained if not any(each is matrix for matrix in matrices)]
+        return cls(matrices, others, **options)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]

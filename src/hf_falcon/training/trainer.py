@@ -41,6 +41,7 @@ from .csgd import (
     DraftLoss,
     TrainingHeads,
     check_unrolling,
+    default_recipe,
     draft_loss,
     judged_positions,
 )
@@ -51,21 +52,6 @@ from .muon import MuonWithAdamW
 from .provenance import PROVENANCE_NAME, provenance
 from .token_file import TokenFile
 
-# The recipe of Falcon, and of drafters with a head of their own (EAGLE-3).
-_DEFAULTS = {
-    "regression_weight": 1.0,
-    "distillation_weight": 0.1,
-    "soft_label_share": 0.9,
-    "feature_noise": 0.1,
-    "unroll_passes": 1,
-}
-_DEFAULTS_WITHOUT_FEATURES = {
-    "regression_weight": 0.0,
-    "distillation_weight": 1.0,
-    "soft_label_share": 1.0,
-    "feature_noise": 0.0,
-    "unroll_passes": 3,
-}
 # The index of a sample that fills up a batch: one token, with nothing to predict.
 FILLER = -1
 
@@ -165,8 +151,7 @@ class FalconTrainingArguments(TrainingArguments):
         Raises:
             `ValueError`: for a regression or noise of features, if the drafter predicts none.
         """
-        defaults = _DEFAULTS if drafter.predicts_features else _DEFAULTS_WITHOUT_FEATURES
-        for name, value in defaults.items():
+        for name, value in default_recipe(drafter).items():
             if getattr(self, name) is None:
                 setattr(self, name, value)
         for name in ("regression_weight", "feature_noise"):
@@ -374,13 +359,10 @@ class FalconTrainer(Trainer):
         """See [`~transformers.Trainer.create_optimizer`]. With `muon`, heads are updated by AdamW all the same."""
         if not self.args.muon:
             return super().create_optimizer(model)
-        trained = [each for each in self._drafter.parameters() if each.requires_grad]
-        matrices = [each for each in trained if each.ndim == 2 and not any(each is own for own in self._heads)]
-        others = [each for each in trained if not any(each is matrix for matrix in matrices)]
         args = self.args
-        optimizer = MuonWithAdamW(
-            matrices,
-            others,
+        optimizer = MuonWithAdamW.of(
+            self._drafter,
+            self._heads,
             lr=args.learning_rate,
             betas=(args.adam_beta1, args.adam_beta2),
             eps=args.adam_epsilon,

@@ -1,0 +1,99 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""`--learn FOLDER` of `hf-falcon serve` and `hf-falcon chat`, and the folder in `hf-falcon doctor`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from ..checkpoint_files import read_json
+from ..learning.learner import LearningStatistics, start_learning
+from ..learning.options import LearningOptions
+from ..learning.state import DRAFTER_NAME, REPORT_NAME
+
+
+@dataclass
+class LearningArguments:
+    """Arguments of commands whose drafter may learn; `help` describes each."""
+
+    learn: str | None = field(
+        default=None,
+        metadata={"help": "Folder: the drafter learns from the texts, and keeps there what it has learnt."},
+    )
+    keep_samples: bool = field(
+        default=False, metadata={"help": "Keep the texts in that folder, too: learning goes on with them."}
+    )
+
+    def check_learning(self, plain: bool) -> None:
+        """
+        Raises:
+            `ValueError`: if nothing can learn; it names the fields and the remedy.
+        """
+        if self.learn is not None and plain:
+            raise ValueError("`learn` is for a drafter, and with `plain` there is none: leave one of the two out.")
+        if self.keep_samples and self.learn is None:
+            raise ValueError("`keep_samples` is True and there is no `learn` folder to keep them in: give one.")
+
+    @contextmanager
+    def learning(self, target: PreTrainedModel, drafter: PreTrainedModel | None) -> Iterator[None]:
+        """Inside, the drafter learns from the calls of the target, if it is asked to; its progress goes to stderr."""
+        if self.learn is None or drafter is None:
+            yield
+            return
+        options = LearningOptions(folder=self.learn, keep_samples=self.keep_samples)
+        learner = start_learning(drafter, target, options)
+        learner.log = lambda line: print(f"[learning: {line}]", file=sys.stderr, flush=True)
+        try:
+            yield
+        finally:
+            learner.close()
+            learner.log(str(learner.statistics))
+
+
+def learnt_report(folder: Path) -> dict[str, Any] | None:
+    """
+    What a learner has written about itself into its folder; `None` if the folder is of no learner.
+
+    Raises:
+        `ValueError`: if the file is damaged.
+    """
+    path = folder / REPORT_NAME
+    if not path.is_file():
+        return None
+    found = read_json(path)
+    if not isinstance(found, dict) or not LearningStatistics.__dataclass_fields__.keys() <= found.keys():
+        raise ValueError(f"{path} is not the report of a learner: delete it, or give its folder `{DRAFTER_NAME}`.")
+    return found
+
+
+def learnt_drafter(folder: Path) -> Path:
+    """
+    The drafter in a learner's folder.
+
+    Raises:
+        `FileNotFoundError`: if it has none yet.
+    """
+    found = folder / DRAFTER_NAME
+    if not (found / "config.json").is_file():
+        raise FileNotFoundError(
+            f"`drafter` is {str(folder)!r}, where a drafter learns that has not been saved yet: give the drafter "
+            "that it began with, or come back later."
+        )
+    return found
+
+
+def describe(report: dict[str, Any]) -> str:
+    """A learner's report in a few lines."""
+    fields = {name: report[name] for name in LearningStatistics.__dataclass_fields__}
+    found = LearningStatistics(**fields)
+    share = found.learning_seconds / max(1e-9, found.call_seconds)
+    return (
+        f"Learnt while serving: {found}. Learning took {found.learning_seconds:,.0f} s, {share:.0%} of the time of "
+        f"calls, for {found.trained_tokens:,} predicted tokens."
+    )

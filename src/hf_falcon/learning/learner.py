@@ -1,0 +1,642 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""The learner: it watches the calls of a drafter, trains a copy of it between them, and replaces its weights."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import random
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ..checkpoint_files import weights_fingerprint
+from ..core.drafter import DraftModel
+from ..core.interfaces import register_part
+from ..training.token_file import write_atomically
+from . import state as files
+from .budget import Budget
+from .gate import FEWEST_TEXTS, Verdict, compare, estimated_tau
+from .history import History, draw
+from .options import LearningOptions
+from .recorder import CallCounts, CallRecorder
+from .replay_buffer import CallRecord, ReplayBuffer
+from .serving_weights import replace_weights
+from .student import Student, unsupported_reason
+
+logger = logging.getLogger(__name__)
+
+# Comparisons in a row without a gain, after which the student starts again from the weights that draft.
+_PATIENCE = 8
+# Seconds that the idle thread waits where there is nothing to do, and that the end of a process waits for it.
+_LONG, _GRACE = 5.0, 10.0
+_MEGABYTE = 1 << 20
+# The learner of each drafter, which is freed with the drafter.
+_learners: weakref.WeakKeyDictionary[Any, Learner] = weakref.WeakKeyDictionary()
+
+
+@dataclass
+class LearningStatistics:
+    """
+    How far a learner has come. Acceptance is the estimated tau of a tree of 8 nodes on held-out texts.
+
+    Args:
+        calls (`int`): calls that it watched.
+        tokens_seen (`int`): new tokens in them.
+        tau (`float`): accepted draft tokens a round in all of them, prompt lookup included.
+        trained_tokens (`int`): predicted tokens that were learnt from; some several times.
+        steps (`int`): steps of the optimizer.
+        replacements, refusals (`int`): comparisons after which the drafter got new weights, and others.
+        acceptance_before, acceptance_now (`float`, *optional*): of the weights that it began with, and of those that
+            draft; `None` before the first comparison.
+        learning_seconds, call_seconds (`float`): time of learning, and of calls.
+        texts, held_out_texts (`int`): texts in memory.
+        memory (`int`): bytes of these.
+    """
+
+    calls: int
+    tokens_seen: int
+    tau: float
+    trained_tokens: int
+    steps: int
+    replacements: int
+    refusals: int
+    acceptance_before: float | None
+    acceptance_now: float | None
+    learning_seconds: float
+    call_seconds: float
+    texts: int
+    held_out_texts: int
+    memory: int
+
+    def __str__(self) -> str:
+        now = "not compared yet"
+        if self.acceptance_before is not None and self.acceptance_now is not None:
+            now = f"{self.acceptance_before:.2f} before, {self.acceptance_now:.2f} now"
+        return (
+            f"{self.tokens_seen:,} tokens in {self.calls:,} calls, {self.steps:,} steps, accepted on held-out texts: "
+            f"{now}; {self.replacements} of {self.replacements + self.refusals} comparisons replaced the weights"
+        )
+
+
+class Learner:
+    """
+    Trains a drafter on what its target computes in calls of `generate`. It needs no forward of the target: the
+    features of every verified token, also of rejected ones, are there already, and the target's head gives its
+    choices.
+
+    Every call of the target with the drafter is watched from now on. Texts are kept in memory, some of them held out.
+    A copy of the drafter is trained between calls and, by a thread of low priority, while no call runs; see
+    [`LearningOptions`] for the limits. The drafter gets the copy's weights when they accept more of the held-out texts
+    and no call runs. Outputs stay the target's own.
+
+    ```python
+    with hf_falcon.Learner(drafter, target, hf_falcon.LearningOptions(folder="learnt")) as learner:
+        target.generate(**inputs, assistant_model=drafter)
+        print(learner.statistics)
+    ```
+
+    Args:
+        drafter ([`DraftModel`]): a drafter of Falcon or EAGLE-3. Its weights change in place.
+        target ([`PreTrainedModel`]): its target. The learner keeps neither of both alive.
+        options ([`LearningOptions`], *optional*): limits, and the folder on disk.
+        clock (`Callable[[], float]`, *optional*): gives seconds; by default `time.perf_counter`.
+
+    Attributes:
+        log (`Callable[[str], None]`): gets a line after each comparison.
+
+    Raises:
+        `ValueError`: if the drafter has nothing to learn, if it has a learner already, if it was made for another
+            target, or if the folder is of another drafter.
+    """
+
+    def __init__(
+        self,
+        drafter: DraftModel,
+        target: PreTrainedModel,
+        options: LearningOptions | None = None,
+        clock: Callable[[], float] = time.perf_counter,
+    ):
+        if (reason := unsupported_reason(drafter)) is not None:
+            raise ValueError(f"The drafter cannot learn: {reason}.")
+        if drafter in _learners:
+            raise ValueError("The drafter has a learner already: close it first (`learner.close()`, or `detach`).")
+        drafter.check_target(target)
+        self.options = options or LearningOptions()
+        self.log: Callable[[str], None] = logger.info
+        self._drafter, self._target, self._clock = weakref.ref(drafter), weakref.ref(target), clock
+        self._vocab_size = target.config.get_text_config(decoder=True).vocab_size
+        self._student = Student(drafter, self.options)
+        self._fingerprint = weights_fingerprint(drafter)
+        chance = random.Random(self.options.seed)
+        self._buffer = ReplayBuffer(self.options.memory * _MEGABYTE, self.options.held_out, self.options.uses, chance)
+        self._budget = Budget(self.options.share, self.options.steps_a_minute)
+        self._history = History()
+        # The weights that draft, or will at the next boundary of calls; their number; and whether they wait for it.
+        self._drafting, self._version, self._waits = self._student.start, 0, False
+        self._verdict: Verdict | None = None
+        self._before: float | None = None
+        self._replacements, self._refusals, self._refused_in_a_row = 0, 0, 0
+        self._seconds = 0.0
+        # Guards the calls that run, the buffer and the weights of the drafter.
+        self._lock = threading.Lock()
+        # One unit of learning runs at a time.
+        self._working = threading.Lock()
+        self._active, self._busy_since = 0, 0.0
+        self._idle_since = self._saved_at = clock()
+        self._saved: tuple[int, int] | None = None
+        self._exported: int | None = None
+        # Whether it has stopped, also after an error; and whether it was closed.
+        self._closed = self._is_left = False
+        self._here = _Here()
+        self._thread: threading.Thread | None = None
+        self._wake = threading.Event()
+        self._work = self._units()
+        if self.options.folder is not None:
+            self._resume(drafter, Path(self.options.folder))
+        _learners[drafter] = self
+        _install()
+
+    def __enter__(self) -> Learner:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def statistics(self) -> LearningStatistics:
+        """How far it has come."""
+        total = self._history.total()
+        with self._lock:
+            texts, held_out, memory = len(self._buffer.records), len(self._buffer.held_out), self._buffer.nbytes
+        return LearningStatistics(
+            int(sum(entry[0] for entry in self._history.entries)),
+            total.tokens,
+            total.accepted / max(1, total.rounds),
+            self._student.positions,
+            self._student.steps,
+            self._replacements,
+            self._refusals,
+            self._before,
+            self._now,
+            self._seconds,
+            total.seconds,
+            texts,
+            held_out,
+            memory,
+        )
+
+    @property
+    def _now(self) -> float | None:
+        """The acceptance of the weights that draft."""
+        if self._verdict is None:
+            return None
+        return self._verdict.after if self._verdict.replaces else self._verdict.before
+
+    def learn(self, steps: int = 1) -> int:
+        """
+        Learns in this thread, whatever the limits of time are.
+
+        Args:
+            steps (`int`, *optional*, defaults to 1): steps of the optimizer.
+
+        Returns:
+            `int`: the steps that were done: fewer, where nothing is left to learn from.
+        """
+        first = self._student.steps
+        while self._student.steps < first + steps and self._do(waits=True):
+            pass
+        done = self._student.steps - first
+        # The comparison that is due after the last step.
+        while done and self._compares and self._do(waits=True):
+            pass
+        return done
+
+    def save(self) -> None:
+        """Writes the folder of the options; nothing without one."""
+        drafter = self._drafter()
+        if self.options.folder is None or drafter is None:
+            return
+        with self._working, torch.inference_mode(False), torch.no_grad():
+            self._save(drafter, Path(self.options.folder))
+
+    def close(self) -> None:
+        """Stops watching and learning, and saves. The drafter keeps what it has learnt."""
+        if self._is_left:
+            return
+        self._closed = self._is_left = True
+        self._wake.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(_GRACE)
+        drafter = self._drafter()
+        if drafter is None:
+            return
+        if _learners.get(drafter) is self:
+            del _learners[drafter]
+        with self._lock:
+            self._replace()
+        self.save()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, calls of this thread are not watched: nothing is learnt from them. Others are as before."""
+        before, self._here.is_paused = self._here.is_paused, True
+        try:
+            yield
+        finally:
+            self._here.is_paused = before
+
+    def watches(self, target: PreTrainedModel) -> bool:
+        """
+        Whether it watches the calls of a target in this thread.
+
+        Args:
+            target ([`PreTrainedModel`]): the target.
+
+        Returns:
+            `bool`
+        """
+        return not self._closed and not self._here.is_paused and self._target() is target
+
+    def observer(self) -> CallRecorder:
+        """The observer of a call."""
+        return CallRecorder(self, self.options.longest, self._vocab_size, self.options.rejected > 0)
+
+    # What a [`CallRecorder`] asks for.
+
+    def begin_call(self) -> None:
+        """A call begins."""
+        with self._lock:
+            if self._active == 0:
+                # The boundary of a call: weights that waited are used from here on.
+                self._replace()
+                self._busy_since = self._clock()
+            self._active += 1
+
+    def end_call(self, records: list[CallRecord], counts: CallCounts) -> None:
+        """
+        A call has ended. If no other one runs, a part of its time is learnt.
+
+        Args:
+            records (`list[CallRecord]`): its rows.
+            counts ([`CallCounts`]): its tokens and rounds.
+        """
+        with self._lock:
+            now = self._clock()
+            self._active -= 1
+            for record in records:
+                self._buffer.add(record)
+            if self._active == 0:
+                counts.seconds = now - self._busy_since
+                self._budget.earn(counts.seconds)
+                self._idle_since = now
+                self._replace()
+            if counts.rounds:
+                self._history.add(counts)
+        while self._may_learn and self._budget.is_enough and self._budget.seconds_to_step(self._clock()) == 0:
+            if not self._unit(between_calls=True):
+                break
+        with self._lock:
+            if self._active == 0:
+                self._idle_since = self._clock()
+        if self.options.idle_share > 0 and not self._closed:
+            self._start_thread()
+
+    def learning(self) -> dict[str, Any]:
+        """What [`DraftStatistics`] shows."""
+        return {
+            "tokens_seen": self._history.total().tokens,
+            "steps": self._student.steps,
+            "replacements": self._replacements,
+            "acceptance_before": self._before,
+            "acceptance_now": self._now,
+        }
+
+    def fail(self, error: Exception) -> None:
+        """
+        Ends the learning after an error, which no call gets.
+
+        Args:
+            error (`Exception`): what a warning tells.
+        """
+        if not self._closed:
+            self._closed = True
+            logger.warning(f"The drafter does not learn any more: {type(error).__name__}: {error}")
+
+    def idle_turn(self) -> float:
+        """
+        One turn of the thread that learns while idle: a unit of learning, if no call runs.
+
+        Returns:
+            `float`: seconds until the next turn.
+        """
+        with self._lock:
+            now, is_busy = self._clock(), self._active > 0
+            rest = self._idle_since + self.options.idle_after - now
+        if is_busy and not self.options.during_calls:
+            return max(self.options.idle_after, 0.01)
+        if rest > 0 and not self.options.during_calls:
+            return rest
+        if (wait := self._budget.seconds_to_step(now)) > 0:
+            return min(wait, _LONG)
+        before = self._seconds
+        if not self._unit():
+            return _LONG
+        return (self._seconds - before) * (1 / self.options.idle_share - 1)
+
+    @property
+    def _may_learn(self) -> bool:
+        return not self._closed and (self._active == 0 or self.options.during_calls)
+
+    @property
+    def _compares(self) -> bool:
+        """Whether a comparison is due that has not ended."""
+        return self._student.steps % self.options.gate_steps == 0 and self._compared_at != self._student.steps
+
+    def _unit(self, between_calls: bool = False) -> bool:
+        """As `_do`, if no other thread learns. An error ends the learning, and no call."""
+        try:
+            return self._do(between_calls)
+        except Exception as error:
+            self.fail(error)
+            return False
+
+    def _do(self, between_calls: bool = False, waits: bool = False) -> bool:
+        """One unit of learning. Returns whether there was something to do."""
+        is_dead = self._target() is None or self._drafter() is None
+        if self._closed or is_dead or not self._working.acquire(blocking=waits):
+            return False
+        try:
+            began, steps = self._clock(), self._student.steps
+            # Whatever the caller's mode is.
+            with torch.inference_mode(False), torch.no_grad():
+                found = next(self._work)
+            took = self._clock() - began
+            if found:
+                self._seconds += took
+                self._budget.spend(took, between_calls)
+            if self._student.steps > steps:
+                self._budget.add_step(self._clock())
+            return found
+        except BaseException:
+            # Also Ctrl-C ends a generator.
+            self._work = self._units()
+            raise
+        finally:
+            self._working.release()
+
+    def _units(self) -> Iterator[bool]:
+        """
+        The learning, in units that are not interrupted: between two of them a call may run. Each gives whether there
+        was something to do. No unit keeps a reference to a model.
+        """
+        while True:
+            if self._save_is_due:
+                self._save_now()
+                yield True
+            while not self._student.step_is_full:
+                with self._lock:
+                    record = self._buffer.draw()
+                if record is None:
+                    yield False
+                    break
+                self._learn(record)
+                yield True
+            else:
+                if not self._student.step():
+                    logger.warning("Weights were not finite after a step: learning begins again from the drafter's.")
+                    self._student.load(self._drafting)
+                yield True
+                if self._student.steps % self.options.gate_steps == 0:
+                    yield from self._comparison()
+
+    _compared_at = 0
+
+    def _comparison(self) -> Iterator[bool]:
+        with self._lock:
+            held_out = list(self._buffer.held_out)
+        if len(held_out) >= FEWEST_TEXTS:
+            weights, before, after = self._student.weights(), [], []
+            for record in held_out:
+                after.append(self._score(record, weights))
+                yield True
+                for name, version, known in (
+                    ("start", 0, self._student.start),
+                    ("now", self._version, self._drafting),
+                ):
+                    if name in record.scores and record.scores[name][0] == version:
+                        continue
+                    if version == 0 and "start" in record.scores:
+                        record.scores[name] = record.scores["start"]
+                        continue
+                    record.scores[name] = version, self._score(record, known)
+                    yield True
+                before.append(record.scores["now"][1])
+            self._before = estimated_tau([record.scores["start"][1] for record in held_out])
+            self._verdict = compare(before, after)
+            self._decide(weights, self._verdict)
+        self._compared_at = self._student.steps
+
+    def _decide(self, weights: dict[str, Tensor], verdict: Verdict) -> None:
+        if verdict.replaces:
+            self._replacements += 1
+            self._refused_in_a_row = 0
+            with self._lock:
+                self._drafting, self._version, self._waits = weights, self._version + 1, True
+                if self._active == 0:
+                    self._replace()
+        else:
+            self._refusals += 1
+            self._refused_in_a_row += 1
+            if self._refused_in_a_row == _PATIENCE:
+                self._refused_in_a_row = 0
+                self._student.load(self._drafting)
+        self.log(str(self.statistics))
+
+    def _learn(self, record: CallRecord) -> None:
+        if (target := self._target()) is not None:
+            self._student.learn(record, target)
+
+    def _score(self, record: CallRecord, weights: dict[str, Tensor]) -> Tensor:
+        target = self._target()
+        assert target is not None
+        return self._student.score(record, weights, target)
+
+    def _replace(self) -> None:
+        """Gives the drafter the weights that wait. The lock is held, and no call runs."""
+        drafter = self._drafter()
+        if self._waits and drafter is not None:
+            self._waits = False
+            try:
+                replace_weights(drafter, self._drafting)
+            # Outputs are the target's with any weights.
+            except Exception as error:
+                self.fail(error)
+
+    @property
+    def _save_is_due(self) -> bool:
+        is_late = self._clock() - self._saved_at >= 60 * self.options.save_minutes
+        return self.options.folder is not None and is_late and self._saved != (self._student.steps, self._buffer.seen)
+
+    def _save_now(self) -> None:
+        drafter = self._drafter()
+        if drafter is not None and self.options.folder is not None:
+            self._save(drafter, Path(self.options.folder))
+
+    def _save(self, drafter: DraftModel, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._saved, self._saved_at = (self._student.steps, self._buffer.seen), self._clock()
+        found, target = self.statistics, self._target()
+        with self._lock:
+            records = list(self._buffer)
+        progress = {
+            "drafter": self._fingerprint,
+            "learnt": weights_fingerprint(drafter),
+            "target": None if target is None else weights_fingerprint(target),
+            "steps": self._student.steps,
+            "positions": self._student.positions,
+            "seconds": self._seconds,
+            "replacements": self._replacements,
+            "refusals": self._refusals,
+            "history": self._history.entries,
+            "calls_an_entry": self._history.calls_an_entry,
+        }
+        optimizer = files.optimizer_tensors(self._student.optimizer)
+        files.LearnerState(self._student.parameters, self._drafting, optimizer, progress).save(folder)
+        if self.options.keep_samples:
+            files.save_samples(folder, records)
+        if self._exported != self._version and not self._waits:
+            files.save_drafter(drafter, folder)
+            self._exported = self._version
+        files.save_report(folder, asdict(found))
+        try:
+            png = draw(self._history.entries)
+        except ImportError:
+            return
+        if png is not None:
+            write_atomically(folder / files.PLOT_NAME, png)
+
+    def _resume(self, drafter: DraftModel, folder: Path) -> None:
+        """Takes what an earlier process has saved."""
+        found = files.LearnerState.load(folder)
+        if found is None:
+            return
+        found.check(folder, self._student.parameters)
+        progress = found.progress
+        known = [each for each in (progress.get("drafter"), progress.get("learnt")) if each is not None]
+        if known and self._fingerprint is not None and self._fingerprint not in known:
+            raise ValueError(
+                f"`{folder}` was begun with another drafter: give that one, the folder `{folder / 'drafter'}` which "
+                "it became, or another folder."
+            )
+        self._student.load(found.trained)
+        with torch.inference_mode(False):
+            files.load_optimizer(self._student.optimizer, found.optimizer)
+            like = self._student.start
+            self._drafting = {name: each.to(like[name]) for name, each in found.drafting.items()}
+        self._student.steps, self._student.positions = int(progress["steps"]), int(progress["positions"])
+        self._compared_at = self._student.steps
+        self._replacements, self._refusals = int(progress["replacements"]), int(progress["refusals"])
+        self._seconds = float(progress["seconds"])
+        self._history = History(progress["history"], int(progress["calls_an_entry"]))
+        self._version = self._replacements
+        if self._replacements:
+            self._waits = True
+            self._replace()
+        if self.options.keep_samples:
+            for record in files.load_samples(folder):
+                self._buffer.add(record)
+
+    def _start_thread(self) -> None:
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                arguments = weakref.ref(self), self._wake, self.options.threads
+                self._thread = threading.Thread(target=_learn_while_idle, args=arguments, daemon=True)
+                self._thread.start()
+
+
+class _Here(threading.local):
+    """What holds for one thread."""
+
+    is_paused = False
+
+
+def _learn_while_idle(reference: weakref.ref[Learner], wake: threading.Event, threads: int) -> None:
+    """The thread that learns while idle. It keeps no learner alive."""
+    _lower_priority()
+    _use_threads(threads)
+    while True:
+        learner = reference()
+        if learner is None or learner._closed:
+            return
+        wait = learner.idle_turn()
+        del learner
+        if wake.wait(wait):
+            return
+
+
+def _lower_priority() -> None:
+    # On Linux a priority is a thread's own.
+    if hasattr(os, "setpriority") and os.uname().sysname == "Linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+
+
+def _use_threads(count: int) -> None:
+    """Makes torch use so many threads in this thread, and as many as before in others."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    # A thread that is new to torch takes the number that any thread has set last.
+    last = threading.Thread(target=torch.set_num_threads, args=(before,))
+    last.start()
+    last.join()
+
+
+def learner_of(drafter: Any) -> Learner | None:
+    """The learner of a drafter, if it has one."""
+    return _learners.get(drafter)
+
+
+def start_learning(
+    drafter: Any, target: PreTrainedModel, learn: bool | str | os.PathLike[str] | LearningOptions
+) -> Learner:
+    """Makes a drafter learn from the calls of a target, in place of an earlier learner; see [`attach`]."""
+    if (earlier := learner_of(drafter)) is not None:
+        earlier.close()
+    if not isinstance(learn, LearningOptions):
+        learn = LearningOptions(folder=None if isinstance(learn, bool) else learn)
+    return Learner(drafter, target, learn)
+
+
+def _observer_of(drafter: Any, target: PreTrainedModel) -> AbstractContextManager[CallRecorder | None]:
+    learner = _learners.get(drafter)
+    return learner.observer() if learner is not None and learner.watches(target) else nullcontext()
+
+
+def _close_all() -> None:
+    for learner in list(_learners.values()):
+        learner.close()
+
+
+_installed = False
+
+
+def _install() -> None:
+    """At the first learner: calls are watched, and the end of the process waits for a unit and saves."""
+    global _installed
+    if not _installed:
+        register_part("learning", _observer_of)
+        atexit.register(_close_all)
+        _installed = True

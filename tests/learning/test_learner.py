@@ -1,0 +1,598 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""A drafter that learns from its calls: it gets better, never writes another token, and stays within its limits."""
+
+import gc
+import logging
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from eagle3_models import new_eagle3
+from learners import CALL, FAST, SIZES, Clock, call, learner, pair, serve, tau
+from tiny_models import VOCAB, new_drafter, new_target, prompt
+from toy_drafter import toy_drafter
+
+import hf_falcon
+from hf_falcon import Learner, LearningOptions
+from hf_falcon.cpu.packing import is_packed
+from hf_falcon.learning.learner import learner_of
+from hf_falcon.learning.serving_weights import replace_weights
+from hf_falcon.learning.state import STATE_NAME, LearnerState
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    """No learner outlives its test."""
+    from hf_falcon.learning.learner import _close_all
+
+    yield
+    _close_all()
+
+
+def weights_of(drafter):
+    return {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+
+
+def same(first, second):
+    return all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("kind", ["one", "blocks", "lstm", "eagle3"])
+def test_a_drafter_gets_better_by_use(kind):
+    if kind == "eagle3":
+        target = new_target("llama", num_hidden_layers=4)
+        drafter = new_eagle3(target, scale=0.1, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    else:
+        changes = {"one": {}, "blocks": {"block_size": 2, "conditioning_size": 16}, "lstm": {"num_lstm_layers": 1}}
+        target, drafter = pair(**changes[kind])
+    with learner(drafter, target) as found:
+        before = tau(target, drafter, range(900, 908))
+        serve(target, drafter, range(32))
+        assert found.learn(32) == 32
+        statistics = found.statistics
+        assert statistics.steps == 32 and statistics.replacements > 0
+        assert statistics.acceptance_now > statistics.acceptance_before
+    assert tau(target, drafter, range(900, 908)) > before + 0.05
+    serve(target, drafter, range(100, 104))
+
+
+def test_rejected_tokens_are_recorded_with_what_the_target_computes_behind_them():
+    target, drafter = pair()
+    with learner(drafter, target) as found:
+        serve(target, drafter, range(6))
+        records = list(found._buffer.records)
+    paths = [(record, path) for record in records for path in record.rejected]
+    assert paths
+    for record, path in paths:
+        text = torch.cat((record.token_ids[: path.place + 1], path.token_ids))
+        # The prompts are short: the record has all of them.
+        with torch.no_grad():
+            features = target.base_model(text[None]).last_hidden_state[0]
+        torch.testing.assert_close(path.features.float(), features[path.place + 1 :], rtol=0, atol=0.03)
+        torch.testing.assert_close(
+            record.features[: path.place + 1].float(), features[: path.place + 1], rtol=0, atol=0.03
+        )
+        # They were rejected: the target went on with another token.
+        assert record.token_ids[path.place + 1] != path.token_ids[0]
+
+
+@pytest.mark.parametrize("kind", ["batch", "sampling", "inference mode", "speculative"])
+def test_calls_of_other_kinds_are_learnt_from(kind):
+    target, drafter = pair()
+    options = dict(CALL)
+    if kind != "batch":
+        options |= {"do_sample": True} if kind != "inference mode" else {}
+    if kind == "speculative":
+        options["verification"] = "speculative"
+    with learner(drafter, target, held_out=0.01) as found, torch.inference_mode(kind == "inference mode"):
+        rows = 3 if kind == "batch" else 1
+        for seed in range(6):
+            target.generate(prompt(9, seed=seed).repeat(rows, 1).roll(seed), assistant_model=drafter, **options)
+        assert found.learn(2) == 2
+        assert all(len(record.features) == len(record.token_ids) - 1 for record in found._buffer.records)
+
+
+def test_embeddings_as_a_prompt():
+    target, drafter = pair()
+    embeds = target.get_input_embeddings()(prompt(12)).detach()
+    plain = target.generate(inputs_embeds=embeds, **CALL)
+    with learner(drafter, target) as found:
+        assert torch.equal(target.generate(inputs_embeds=embeds, assistant_model=drafter, **CALL), plain)
+        # They have no tokens to learn from.
+        assert found.learn(1) == 0
+
+
+def test_outputs_are_exact_while_another_thread_replaces_weights():
+    target, drafter = pair()
+    found = learner(drafter, target, gate_steps=2)
+    serve(target, drafter, range(30))
+    plain = [call(target, None, seed) for seed in range(200, 224)]
+    ended = threading.Event()
+    versions = []
+
+    def learn():
+        chance = torch.Generator().manual_seed(0)
+        while not ended.is_set():
+            found.learn(1)
+            # Also in the middle of calls, which a learner itself never does.
+            noise = {
+                name: each + 0.3 * torch.randn(each.shape, generator=chance)
+                for name, each in drafter.named_parameters()
+            }
+            replace_weights(drafter, noise)
+            versions.append(found._version)
+
+    thread = threading.Thread(target=learn)
+    thread.start()
+    try:
+        texts = [call(target, drafter, seed) for seed in range(200, 224)]
+    finally:
+        ended.set()
+        thread.join()
+    assert versions and all(map(torch.equal, texts, plain))
+    found.close()
+
+
+def test_weights_are_replaced_at_the_boundary_of_calls_only():
+    target, drafter = pair()
+    found = learner(drafter, target)
+    serve(target, drafter, range(40))
+    before = weights_of(drafter)
+    kept = []
+
+    class Streamer:
+        """Learns in the middle of a call, as another thread may."""
+
+        def put(self, value):
+            while value.numel() == 1 and found._replacements == 0:
+                assert found.learn(4) == 4
+            kept.append(same(weights_of(drafter), before))
+
+        def end(self):
+            pass
+
+    target.generate(prompt(8, seed=500), assistant_model=drafter, streamer=Streamer(), **CALL)
+    assert found._replacements > 0 and all(kept)
+    # The call has ended.
+    assert not same(weights_of(drafter), before)
+
+
+def test_several_threads_share_a_drafter_that_learns():
+    target, drafter = pair()
+    found = learner(drafter, target, share=1.0, idle_share=1.0, idle_after=0.0, gate_steps=2)
+    plain = [call(target, None, seed) for seed in range(24)]
+    texts = [None] * 24
+
+    def work(first):
+        for seed in range(first, 24, 3):
+            texts[seed] = call(target, drafter, seed)
+
+    threads = [threading.Thread(target=work, args=(first,)) for first in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(map(torch.equal, texts, plain))
+    assert found.statistics.calls == 24 and found._active == 0
+
+
+@pytest.mark.parametrize("way", ["packed", "bfloat16"])
+def test_what_drafts_follows_the_weights(way):
+    target, drafter = pair()
+    if way == "bfloat16":
+        target, drafter = target.bfloat16(), drafter.bfloat16()
+    found = learner(drafter, target)
+    if way == "packed":
+        hf_falcon.pack_weights(drafter)
+    for seed in range(40):
+        call(target, drafter, seed)
+    found.learn(24)
+    assert found._replacements > 0
+    assert is_packed(drafter) == (way == "packed")
+    for name, tensor in drafter.named_parameters():
+        assert torch.equal(tensor.to_dense() if way == "packed" else tensor, found._drafting[name]), name
+    if way == "packed":
+        serve(target, drafter, range(100, 103))
+
+
+def test_a_packed_drafter_learns():
+    target, drafter = pair()
+    hf_falcon.pack_weights(drafter)
+    with learner(drafter, target) as found:
+        serve(target, drafter, range(10))
+        assert found.learn(4) == 4
+
+
+# The budget, by a clock that a test sets.
+
+
+def counted(found, clock, seconds):
+    """Makes each unit of learning take some seconds, and returns the list of their times."""
+    units, work = [], found._units
+
+    def units_that_take_time():
+        for did in work():
+            if did:
+                units.append(clock.now)
+                clock.now += seconds
+            yield did
+
+    found._units = units_that_take_time
+    found._work = units_that_take_time()
+    return units
+
+
+class Slow:
+    """A streamer of a call that takes some seconds."""
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds = clock, seconds
+
+    def put(self, value):
+        pass
+
+    def end(self):
+        self.clock.now += self.seconds
+
+
+@pytest.mark.parametrize("share", [0.0, 0.04, 0.25])
+def test_learning_between_calls_takes_its_share_of_their_time(share):
+    target, drafter = pair()
+    clock = Clock()
+    with learner(drafter, target, clock, share=share, uses=1000) as found:
+        units = counted(found, clock, 0.5)
+        for seed in range(60):
+            call(target, drafter, seed, streamer=Slow(clock, 2.0))
+        found.options.folder = None
+        assert len(units) * 0.5 <= share * 120 + 0.5
+        assert len(units) * 0.5 >= share * 120 - 2 * 0.5
+        assert found.statistics.learning_seconds == pytest.approx(0.5 * len(units))
+
+
+def test_learning_while_idle_takes_its_share():
+    target, drafter = pair()
+    clock = Clock()
+    with learner(drafter, target, clock, uses=1000, idle_after=3.0) as found:
+        serve(target, drafter, range(10))
+        found.options.idle_share = 0.25
+        units = counted(found, clock, 1.0)
+        assert found.idle_turn() == 3.0 and not units
+        clock.now += 3.0
+        start = clock.now
+        while clock.now < start + 400:
+            wait = found.idle_turn()
+            clock.now += wait
+        assert len(units) == pytest.approx(100, abs=2)
+
+
+def test_nothing_is_learnt_while_a_call_runs_unless_asked_for():
+    target, drafter = pair()
+    for during_calls in (False, True):
+        clock = Clock()
+        with learner(drafter, target, clock, uses=1000, idle_after=0.0, during_calls=during_calls) as found:
+            serve(target, drafter, range(10))
+            found.options.idle_share = 1.0
+            units = counted(found, clock, 1.0)
+            found.begin_call()
+            found.idle_turn()
+            assert bool(units) == during_calls
+            found.options.idle_share = 0.0
+            found.observer().__exit__()
+            assert found._active == 0
+
+
+def test_steps_a_minute():
+    target, drafter = pair()
+    clock = Clock()
+    with learner(drafter, target, clock, uses=1000, step_tokens=1, steps_a_minute=3) as found:
+        serve(target, drafter, range(10))
+        found.options.idle_share = 1.0
+        clock.now += 1
+        while clock.now < 601:
+            clock.now += max(0.1, found.idle_turn())
+        assert 27 <= found.statistics.steps <= 33
+
+
+def test_the_thread_learns_while_idle_and_ends_with_the_learner():
+    target, drafter = pair()
+    found = learner(drafter, target, idle_share=1.0, idle_after=0.0)
+    threads = torch.get_num_threads()
+    serve(target, drafter, range(10))
+    end = time.monotonic() + 60
+    while found.statistics.steps < 2 and time.monotonic() < end:
+        time.sleep(0.02)
+    assert found.statistics.steps >= 2
+    thread = found._thread
+    found.close()
+    assert not thread.is_alive() and torch.get_num_threads() == threads
+    steps = found.statistics.steps
+    serve(target, drafter, range(20, 23))
+    assert found.statistics.steps == steps and found.statistics.calls == 10
+
+
+# The buffer, and the gate.
+
+
+def test_the_buffer_is_bounded():
+    target, drafter = pair()
+    with learner(drafter, target, memory=0.01) as found:
+        sizes = []
+        for seed in range(40):
+            call(target, drafter, seed)
+            sizes.append(found.statistics.memory)
+        assert max(sizes) <= 0.01 * 2**20 and found.statistics.texts > 0
+        # The newest are kept.
+        assert found._buffer.records[-1].number >= 38
+
+
+def test_a_long_call_is_recorded_in_part():
+    target, drafter = pair()
+    with learner(drafter, target, longest=10, held_out=0.01) as found:
+        call(target, drafter, 0, max_new_tokens=60)
+        [record] = found._buffer.records
+        # Where it is reached, a round may add some more.
+        assert 10 <= record.new_tokens <= 10 + 8
+
+
+def held_out_tau(found):
+    from hf_falcon.learning.gate import estimated_tau
+
+    scores = [found._student.score(each, found._drafting, found._target()) for each in found._buffer.held_out]
+    return estimated_tau(scores)
+
+
+@pytest.mark.parametrize("poison", ["random", "repeated"])
+def test_the_gate_refuses_a_poisoned_buffer(poison):
+    target, drafter = pair()
+    with learner(drafter, target, learning_rate=3e-2, uses=10_000) as found:
+        serve(target, drafter, range(40))
+        found.learn(24)
+        assert found._replacements > 0 and len(found._buffer.held_out) >= 4
+        if poison == "random":
+            # Features and tokens that no target has computed.
+            known, weights = held_out_tau(found), weights_of(drafter)
+            chance = torch.Generator().manual_seed(0)
+            for record in found._buffer.records:
+                record.features = torch.randn(record.features.shape, generator=chance).bfloat16()
+                record.token_ids = torch.randint(1, VOCAB, record.token_ids.shape, generator=chance)
+                record.rejected = []
+        else:
+            seed = next(seed for seed in range(500, 600) if seed_is_learnt(found, target, drafter, seed))
+            known, weights = held_out_tau(found), weights_of(drafter)
+            held_out = [record.prompt for record in found._buffer.held_out]
+            found._buffer.records.clear()
+            for _ in range(60):
+                call(target, drafter, seed)
+            # So many times, and it fills neither the buffer nor what is held out.
+            last = found._buffer.records[-1]
+            for _ in range(10_000):
+                found._buffer.add(last.__class__(last.token_ids, last.features, last.prompt_length, last.prompt))
+            assert len(found._buffer.records) <= 4
+            assert [record.prompt for record in found._buffer.held_out] == held_out
+        refused = found._refusals
+        found.learn(24)
+        assert found._refusals > refused
+        # What drafts is as good as before, whatever the student has become.
+        assert held_out_tau(found) >= known
+        if found._refusals == refused + 6:
+            assert same(weights_of(drafter), weights)
+
+
+def seed_is_learnt(found, target, drafter, seed):
+    """Whether the prompt of a seed is one to learn from, and not held out."""
+    count = len(found._buffer.records)
+    call(target, drafter, seed)
+    return len(found._buffer.records) == count + 1
+
+
+def test_a_prompt_that_is_always_the_same_replaces_nothing():
+    target, drafter = pair()
+    before = weights_of(drafter)
+    with learner(drafter, target, uses=1000) as found:
+        for _ in range(20):
+            call(target, drafter, 0)
+        found.learn(12)
+        assert found._replacements == 0
+    assert same(weights_of(drafter), before)
+
+
+def test_weights_that_are_not_finite_are_dropped(caplog):
+    target, drafter = pair()
+    with learner(drafter, target) as found, caplog.at_level(logging.WARNING):
+        serve(target, drafter, range(20))
+        for parameter in found._student._model.parameters():
+            parameter.data.fill_(torch.nan)
+        found.learn(1)
+        assert all(each.isfinite().all() for each in found._student.parameters.values())
+        assert "not finite" in caplog.text
+    serve(target, drafter, range(30, 33))
+
+
+# What is kept.
+
+
+def test_learning_goes_on_from_the_folder(tmp_path):
+    target, drafter = pair()
+    first = weights_of(drafter)
+    with learner(drafter, target, folder=tmp_path) as found:
+        serve(target, drafter, range(40))
+        found.learn(20)
+        statistics, trained = found.statistics, {k: v.detach().clone() for k, v in found._student.parameters.items()}
+        state = found._student.optimizer.state_dict()["state"]
+    assert statistics.replacements > 0
+    # It has drafted, and is the drafter of the folder.
+    assert same(weights_of(hf_falcon.FalconDraftModel.from_pretrained(tmp_path / "drafter")), weights_of(drafter))
+    assert not list(tmp_path.rglob("*.tmp")) and not (tmp_path / "samples.safetensors").exists()
+    learnt, again = weights_of(drafter), new_drafter(target, **SIZES)
+    again.load_state_dict(first)
+    with learner(again, target, folder=str(tmp_path)) as found:
+        assert same(weights_of(again), learnt) and same(dict(found._student.parameters), trained)
+        resumed = found.statistics
+        assert (resumed.steps, resumed.calls, resumed.tokens_seen) == (20, 40, statistics.tokens_seen)
+        for number, values in found._student.optimizer.state_dict()["state"].items():
+            for key, value in values.items():
+                assert torch.equal(value, state[number][key])
+        assert found.statistics.texts == 0
+    other = new_drafter(target, seed=7, **SIZES)
+    with pytest.raises(ValueError, match="begun with another drafter"):
+        learner(other, target, folder=tmp_path)
+    with pytest.raises(ValueError, match="is of another drafter"):
+        learner(new_drafter(target, **{**SIZES, "intermediate_size": 24}), target, folder=tmp_path)
+
+
+def test_texts_are_kept_where_this_is_asked_for(tmp_path):
+    target, drafter = pair()
+    with learner(drafter, target, folder=tmp_path, keep_samples=True) as found:
+        serve(target, drafter, range(12))
+        known = {record.prompt: record for record in found._buffer}
+        held_out = len(found._buffer.held_out)
+    with learner(drafter, target, folder=tmp_path, keep_samples=True) as found:
+        assert {record.prompt for record in found._buffer} == set(known)
+        assert len(found._buffer.held_out) == held_out
+        for record in found._buffer:
+            expected = known[record.prompt]
+            assert torch.equal(record.token_ids, expected.token_ids) and torch.equal(
+                record.features, expected.features
+            )
+            assert len(record.rejected) == len(expected.rejected)
+        assert found.learn(1) == 1
+
+
+def test_a_damaged_folder_is_named(tmp_path):
+    target, drafter = pair()
+    (tmp_path / STATE_NAME).write_bytes(b"no tensors")
+    with pytest.raises(ValueError, match=STATE_NAME):
+        learner(drafter, target, folder=tmp_path)
+
+
+KILLED = """
+import sys
+sys.path[:0] = {paths!r}
+from learners import learner, pair, serve
+target, drafter = pair()
+found = learner(drafter, target, folder={folder!r}, save_minutes=1e-6, gate_steps=2)
+serve(target, drafter, range(30))
+print("ready", flush=True)
+while True:
+    found.learn(1)
+    for record in found._buffer.records:
+        record.uses = 0
+"""
+
+
+def test_a_killed_process_leaves_a_complete_state(tmp_path):
+    support = str(Path(__file__).parents[1] / "support")
+    folder = tmp_path / "learnt"
+    script = KILLED.format(paths=[support, *sys.path], folder=str(folder))
+    steps = [0]
+    for turn in range(3):
+        process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+        try:
+            assert process.stdout.readline() == "ready\n"
+            end = time.monotonic() + 60
+            # At some moment of a save, another one each time.
+            while (state := LearnerState.load(folder)) is None or state.progress["steps"] <= steps[-1] + turn:
+                assert process.poll() is None and time.monotonic() < end
+                time.sleep(0.003 * (turn + 1))
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+        target, drafter = pair()
+        found = learner(drafter, target, folder=folder)
+        steps.append(found.statistics.steps)
+        assert steps[-1] > steps[-2]
+        serve(target, drafter, range(600, 602))
+        found.close()
+
+
+# Who can learn, and who keeps what alive.
+
+
+def test_a_drafter_without_room_to_learn_says_so():
+    target = new_target("llama")
+    with pytest.raises(ValueError, match="cannot learn: a BigramDrafter has no weights"):
+        Learner(toy_drafter(target), target)
+    with pytest.raises(ValueError, match="cannot learn"):
+        hf_falcon.attach(target, toy_drafter(target), learn=True)
+    # Nothing was attached.
+    plain = target.generate(prompt(8), **CALL, return_dict_in_generate=True)
+    assert not hasattr(plain, "draft_statistics")
+
+
+def test_attach_and_detach(tmp_path):
+    target, drafter = pair()
+    hf_falcon.attach(target, drafter, learn=LearningOptions(**FAST))
+    found = learner_of(drafter)
+    output = target.generate(prompt(8), **CALL, return_dict_in_generate=True)
+    assert found.statistics.calls == 1
+    assert output.draft_statistics.learning["steps"] == 0
+    with pytest.raises(ValueError, match="has a learner already"):
+        Learner(drafter, target)
+    hf_falcon.attach(target, drafter, learn=tmp_path)
+    assert learner_of(drafter) is not found and learner_of(drafter).options.folder == tmp_path
+    hf_falcon.detach(target)
+    assert learner_of(drafter) is None
+    hf_falcon.attach(target, drafter)
+    output = target.generate(prompt(8), **CALL, return_dict_in_generate=True)
+    assert output.draft_statistics.learning is None
+    hf_falcon.detach(target)
+
+
+def test_calls_of_another_target_are_not_watched():
+    target, drafter = pair()
+    other = new_target("llama")
+    with learner(drafter, target) as found:
+        call(other, drafter, 0)
+        assert found.statistics.calls == 0
+
+
+def test_both_models_are_freed():
+    target, drafter = pair()
+    hf_falcon.attach(target, drafter, learn=LearningOptions(**{**FAST, "idle_share": 1.0, "idle_after": 0.0}))
+    for seed in range(12):
+        target.generate(prompt(8, seed=seed), **CALL)
+    learner_of(drafter).learn(4)
+    alive = [weakref.ref(each) for each in (target, drafter, learner_of(drafter))]
+    del target, drafter
+    end = time.monotonic() + 30
+    while any(each() is not None for each in alive) and time.monotonic() < end:
+        gc.collect()
+        time.sleep(0.05)
+    assert [each() for each in alive] == [None, None, None]
+
+
+@pytest.mark.parametrize("where", ["start", "add_round", "_record", "learn"])
+def test_an_error_of_the_learning_breaks_no_call(monkeypatch, caplog, where):
+    from hf_falcon.learning.recorder import CallRecorder
+    from hf_falcon.learning.student import Student
+
+    def fail(*args, **kwargs):
+        raise MemoryError("nothing left")
+
+    target, drafter = pair()
+    owner, name = {
+        "start": (CallRecorder, "_start"),
+        "add_round": (CallRecorder, "_add_round"),
+        "_record": (CallRecorder, "_record"),
+        "learn": (Student, "learn"),
+    }[where]
+    monkeypatch.setattr(owner, name, fail)
+    with learner(drafter, target, share=1.0), caplog.at_level(logging.WARNING):
+        serve(target, drafter, range(3))
+    assert caplog.text.count("does not learn any more: MemoryError: nothing left") == 1
+
+
+@pytest.mark.parametrize(
+    "field, value", [("share", 1.5), ("held_out", 0.0), ("memory", 0), ("threads", 0), ("steps_a_minute", 0)]
+)
+def test_options_out_of_range(field, value):
+    with pytest.raises(ValueError, match=rf"`{field}` is {value}"):
+        LearningOptions(**{field: value})
+    with pytest.raises(ValueError, match="no `folder`"):
+        LearningOptions(keep_samples=True)
