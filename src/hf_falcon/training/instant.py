@@ -7,9 +7,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 import torch
+import transformers
 from torch import Tensor
 from tqdm.auto import tqdm
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.draft_session import head_parameters
@@ -18,7 +19,6 @@ from ..core.target_parts import decoder_layers
 from . import context_bonuses
 from .features import MemoryFeatures, feature_statistics
 from .own_prompts import PROMPTS
-from .prepare import responses_in_memory
 from .start import error_of_copies, like_last_layer, start_falcon
 from .token_file import TokenFile
 
@@ -106,6 +106,9 @@ def instant_drafter(
     # What copies of one, two, ... layers read.
     below = [count - 1 - copied for copied in range(num_draft_layers, 0, -1)]
     kept = list(dict.fromkeys([*read, *below]))
+    # Of the package's public names only this one needs it, which takes long to import.
+    from .prepare import responses_in_memory
+
     texts = _short(texts, tokenizer)
     # At least two batches: one is greedy, one sampled.
     at_once = min(_AT_ONCE, (len(texts) + 1) // 2)
@@ -149,7 +152,7 @@ def refusal(target: PreTrainedModel) -> str | None:
 def _tokenizer_of(target: PreTrainedModel) -> PreTrainedTokenizerBase:
     name = target.name_or_path
     try:
-        return AutoTokenizer.from_pretrained(name)
+        return transformers.AutoTokenizer.from_pretrained(name)
     # A name without a repository, a folder without a tokenizer, code that is not trusted: an error of any kind.
     except Exception as error:
         raise ValueError(

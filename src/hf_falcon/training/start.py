@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +18,11 @@ from ..core.draft_session import embed, head_parameters
 from ..core.drafter import FalconDraftModel
 from ..core.modeling_falcon_draft import additive_mask, relaxed_causal_mask
 from ..core.target_parts import decoder_of
-from ..drafters.eagle3 import Eagle3DraftModel
 from .features import Features, some_features
 from .token_file import TokenFile
+
+if TYPE_CHECKING:
+    from ..drafters.eagle3 import Eagle3DraftModel
 
 # Ridge of the least squares, as a share of the mean square of a hidden state.
 _EAGLE3_RIDGE = 0.05
