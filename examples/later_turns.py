@@ -14,7 +14,8 @@ from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 
-from hf_falcon.training.dialogues import Message, read_dialogues
+from hf_falcon.training.dialogues import read_dialogues
+from hf_falcon.training.records import Message
 
 # In characters. Shorter turns ("go on") mean nothing alone; shorter responses have little to learn from.
 SHORTEST_PROMPT, LONGEST_PROMPT = 40, 1500
@@ -28,7 +29,7 @@ def main() -> None:
     arguments = parser.parse_args()
     count = 0
     with arguments.output.open("w", encoding="utf-8") as file:
-        for turn in later_turns(read_dialogues(arguments.data)):
+        for turn in later_turns(dialogue.messages for dialogue in read_dialogues(arguments.data)):
             file.write(json.dumps({"messages": turn}) + "\n")
             count += 1
     print(f"{arguments.output}: {count} turns")

@@ -109,13 +109,11 @@ def test_special_tokens_may_differ(saved, rounds, kind):
     assert texts[0] == texts[1] and len(rounds) == 1
 
 
-def test_other_assistants_are_left_alone(saved, tmp_path, rounds):
+def test_other_assistants_are_left_alone(saved, rounds):
     target = tiny_target("llama")
     torch.manual_seed(5)
     small = LlamaForCausalLM(LlamaConfig(**{**target.config.to_dict(), "num_hidden_layers": 1})).eval()
-    small.save_pretrained(tmp_path)
-    tiny_tokenizer().save_pretrained(tmp_path)
-    _, made = write(saved, TEXT, drafter=str(tmp_path))
+    _, made = write(saved, TEXT, drafter=small)
     assert type(made.assistant_model) is LlamaForCausalLM and not rounds
     other = LlamaForCausalLM(LlamaConfig(**{**target.config.to_dict(), "pad_token_id": 5}))
     with pytest.raises(ValueError, match="assistant tokenizer"):

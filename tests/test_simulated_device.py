@@ -3,7 +3,10 @@
 
 import pytest
 import torch
-from simulated_device import device, move, on_device, on_host
+from simulated_device import device, move, on_device, on_host, rounding_by_shape
+from tiny_models import new_drafter, new_target, prompt
+
+import hf_falcon
 
 
 def test_it_computes_as_the_cpu_does():
@@ -63,3 +66,36 @@ def test_launches_are_counted():
         assert counts.launches == 3
         module(ours)
         assert counts.launches > 3
+
+
+def test_products_round_by_the_number_of_rows():
+    rows, weight = torch.randn(12, 4).bfloat16(), torch.randn(4, 5).bfloat16()
+    with device(), rounding_by_shape():
+        few, many = (on_host(on_device(rows[:count]) @ on_device(weight)) for count in (2, 12))
+        again = on_host(on_device(rows[[0, 1, *[5] * 10]]) @ on_device(weight))
+    assert not few.equal(many[:2]) and again[:2].equal(many[:2])
+    torch.testing.assert_close(few, many[:2], rtol=0.1, atol=0.01)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_row_invariant_where_kernels_are_chosen_by_shape(name):
+    target = new_target(name).bfloat16()
+    drafter = new_drafter(target).bfloat16()
+    settings = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+
+    def logits():
+        found = []
+        for each in (None, drafter):
+            output = target.generate(on_device(prompt(9)), assistant_model=each, output_logits=True, **settings)
+            found.append([on_host(row) for row in output.logits])
+        assert output.draft_statistics.drafted_tokens > 20
+        return zip(*found)
+
+    move(target), move(drafter)
+    with device(), rounding_by_shape():
+        outside = [torch.equal(*pair) for pair in logits()]
+        with hf_falcon.row_invariant(target):
+            inside = [torch.equal(*pair) for pair in logits()]
+    assert len(inside) == 20 and all(inside)
+    # After the prompt's own forward, whose logits are the same for both.
+    assert outside[0] and not all(outside)

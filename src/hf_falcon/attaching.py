@@ -15,6 +15,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from .core.hook import default_generation_params, is_drafter, register_finder
+from .drafters.lookup_drafter import LOOKUP
 from .learning.learner import learner_of, start_learning
 from .learning.options import LearningOptions
 from .pipelines import load_by_name
@@ -32,7 +33,7 @@ _loaded: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]]
 
 def attach(
     target: PreTrainedModel,
-    drafter: PreTrainedModel | str | os.PathLike[str],
+    drafter: PreTrainedModel | str | os.PathLike[str] = LOOKUP,
     learn: bool | str | os.PathLike[str] | LearningOptions = False,
 ) -> None:
     """
@@ -52,9 +53,9 @@ def attach(
 
     Args:
         target ([`PreTrainedModel`]): the target.
-        drafter ([`DraftModel`], `str` or `os.PathLike`):
-            The drafter, its name on the Hub or its folder. By name it is loaded at once, in the target's dtype and on
-            its device.
+        drafter ([`DraftModel`], `str` or `os.PathLike`, *optional*, defaults to `"lookup"`):
+            The drafter, its name on the Hub or its folder; "lookup" is prompt lookup alone, for any target. By name it
+            is loaded at once, in the target's dtype and on its device.
         learn (`bool`, `str`, `os.PathLike` or [`LearningOptions`], *optional*, defaults to `False`):
             Whether the drafter learns from the calls ([`Learner`]); a folder to keep what it learns in; or options.
 
@@ -74,7 +75,7 @@ def attach(
         found = repr(str(given)) if isinstance(given, (str, os.PathLike)) else f"a {type(given).__name__}"
         raise TypeError(
             f"`drafter` is {found}, not a drafter of hf_falcon: give a drafter, such as a `FalconDraftModel`, or the "
-            "name or the folder of one."
+            "name or the folder of one. A smaller language model drafts as `hf_falcon.CausalLMDrafter(model)`."
         )
     drafter.check_target(target)
     if learn is not False:

@@ -18,12 +18,11 @@ from transformers import (
     generation,
 )
 
-from .core.hook import pad_token
 from .core.interfaces import register_part
 from .core.probe import LAYER_OUTPUTS
 from .core.target_parts import extra_inputs, first_step, rope_boundary
 from .core.verification import Batch, TokenSequence
-from .private_names import allowed_tokens_function
+from .private_names import allowed_tokens_function, pad_token
 
 # Steps that the fastest row may be ahead of the slowest: the noise of a step is kept until all rows have used it.
 _MOST_STEPS_AHEAD = 64

@@ -59,7 +59,7 @@ class ChainRun:
         input_ids: Tensor,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
-        feature_layers: Sequence[int] = (),
+        feature_layers: Sequence[int] | None = (),
     ):
         self.model = model
         self._tap = FeatureTap(model, feature_layers)

@@ -17,6 +17,7 @@ from .core.configuration_falcon_draft import FalconDraftConfig
 from .core.drafter import DraftModel, FalconDraftModel
 from .drafters.auto import AutoDrafter, is_drafter
 from .drafters.files import read_object
+from .drafters.lookup_drafter import LOOKUP
 
 _MODULE = "transformers.pipelines.base"
 
@@ -45,13 +46,13 @@ def install_in_pipelines() -> None:
 
 def load_by_name(name: str, dtype: torch.dtype) -> DraftModel | None:
     """The drafter in a folder or a repository, in `dtype`; `None` if it is no drafter, but another kind of model."""
-    fields = read_object(name, "config.json") or {}
-    return AutoDrafter.from_pretrained(name, dtype=dtype) if is_drafter(fields) else None
+    is_known = name == LOOKUP or is_drafter(read_object(name, "config.json") or {})
+    return AutoDrafter.from_pretrained(name, dtype=dtype) if is_known else None
 
 
 def _names_drafter(name: str) -> bool:
     try:
-        return is_drafter(read_object(name, "config.json") or {})
+        return name == LOOKUP or is_drafter(read_object(name, "config.json") or {})
     except ValueError:
         # The configuration of another model may hold what a drafter's may not, such as infinity.
         return False
@@ -109,7 +110,9 @@ def _wrap(pipelines: ModuleType) -> None:
         if isinstance(assistant_model, str) and _names_drafter(assistant_model):
             assistant_model = AutoDrafter.from_pretrained(assistant_model, dtype=model.dtype).to(model.device)
         if getattr(type(assistant_model), "is_falcon_drafter", False):
-            return assistant_model, None
+            # A language model as the drafter may have other tokens.
+            reads = getattr(type(assistant_model), "reads_tokenizers", False)
+            return assistant_model, assistant_tokenizer if reads else None
         return stock(model, assistant_model, assistant_tokenizer)
 
     load_assistant_model._is_falcon_hook = True  # type: ignore[attr-defined]

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers import AttentionInterface, LogitsProcessor, PreTrainedModel
+from transformers import AttentionInterface, GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from .core.hook import private_name
 
@@ -44,6 +45,17 @@ def leave_past_recording(layer: Any) -> None:
     """
     if getattr(layer, "record_past", False):
         layer.record_past = False
+
+
+def pad_token(generation_config: GenerationConfig) -> Tensor | None:
+    """
+    The token that fills up the rows of a batch that ended early, as `generate` prepared it. If transformers does not
+    prepare it under this name, it is the field `pad_token_id`.
+    """
+    prepared = getattr(generation_config, "_pad_token_tensor", None)
+    if prepared is None and generation_config.pad_token_id is not None:
+        return torch.tensor(generation_config.pad_token_id, device="cpu")
+    return prepared
 
 
 def replace_sdpa(old: Callable[..., Any] | None, new: Callable[..., Any]) -> bool:

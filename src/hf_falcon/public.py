@@ -9,6 +9,7 @@ from . import (
     chains,
     cost_files,
     layer_outputs,
+    lookup,
     quantised_targets,
     sampling,
     static_trees,
@@ -26,15 +27,20 @@ from .core.tree import DraftTree, DynamicTree
 from .cpu import backend
 from .cpu.compiling import compile_rounds, compiled_rounds, uncompile_rounds
 from .cpu.packing import pack_weights, packed_weights, unpack_weights
+from .cpu.row_invariant import row_invariant
 from .drafters import falcon_files
 from .drafters.auto import AutoDrafter
+from .drafters.language_model import CausalLMDrafter
+from .drafters.lookup_drafter import LookupDrafter
 from .learning.learner import Learner, LearningStatistics
 from .learning.options import LearningOptions
 from .pipelines import install_in_pipelines
 from .static_trees import StaticTree, static_paths
+from .training.instant import instant_drafter
 
 __all__ = [
     "AutoDrafter",
+    "CausalLMDrafter",
     "DraftHead",
     "DraftModel",
     "DraftOptions",
@@ -48,6 +54,7 @@ __all__ = [
     "FalconDraftConfig",
     "FalconDraftModel",
     "FalconGenerateOutput",
+    "LookupDrafter",
     "Learner",
     "LearningOptions",
     "LearningStatistics",
@@ -58,8 +65,10 @@ __all__ = [
     "detach",
     "disable",
     "enable",
+    "instant_drafter",
     "pack_weights",
     "packed_weights",
+    "row_invariant",
     "static_paths",
     "uncompile_rounds",
     "unpack_weights",
@@ -76,6 +85,7 @@ for part in (
     chains,
     cost_files,
     layer_outputs,
+    lookup,
     quantised_targets,
     sampling,
     static_trees,

@@ -251,11 +251,14 @@ def decode_multi_root(run: TargetRun, generator: MultiRootCandidateGenerator, ba
         rivals, log_probs = _rivals(sequence, logits, generator.options.draft_top_k - 1 if limit > 0 else 0)
         forks = {int(fork.root): fork for fork in (sequence, *rivals)}
         with statistics.measure("drafter", generator.drafter.device):
-            tokens, ready = sequence.token_ids[:, -held.shape[1] :], held.shape[1] - size
+            known, ready = sequence.token_ids[:, :-1], held.shape[1] - size
             if ready > 0:
-                generator.commit(held[:, :ready], tokens[:, :ready], run.length - held.shape[1])
-                held, tokens = held[:, ready:], tokens[:, ready:]
-            known = sequence.token_ids[:, :-1]
+                generator.commit(
+                    held[:, :ready],
+                    generator.new_tokens(known[:, : known.shape[1] - size + 1], ready),
+                    run.length - held.shape[1],
+                )
+                held = held[:, ready:]
             tree = generator.propose_roots(known, held, torch.tensor(list(forks), device="cpu"), log_probs, limit)
         with statistics.measure("target", run.model.device):
             [scored], features = run.score([tree], [sequence.token_ids])

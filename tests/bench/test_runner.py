@@ -7,12 +7,14 @@ import pytest
 import torch
 from eagle3_models import new_eagle3
 from tiny_models import (
+    new_target,
     prompt,
     tiny_drafter,
     tiny_tokenizer,
 )
 from transformers import CompileConfig, GenerationMixin
 
+from hf_falcon import CausalLMDrafter
 from hf_falcon.bench import methods, runner
 from hf_falcon.bench.decision import DecisionModel
 from hf_falcon.bench.metrics import first_difference, summarise
@@ -27,12 +29,28 @@ DATA = {"first": [["abc", "de"], ["fgh"]], "second": [["ijk"]]}
 SETTINGS = {"max_new_tokens": 12, "do_sample": False}
 
 
+def test_both_loops_with_a_draft_model(models):
+    """Ours and transformers' own, each by its name, and each text as without a draft model."""
+    models.draft_model = new_target("qwen2")
+    found, absent = methods.resolve(["draft_model", "assisted"], models)
+    assert not absent and isinstance(found["draft_model"]["assistant_model"], CausalLMDrafter)
+    assert found["assisted"] == {"assistant_model": models.draft_model}
+    arguments = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    expected = models.target.generate(prompt(9), **arguments).tolist()
+    for each in found.values():
+        assert models.target.generate(prompt(9), **arguments, **each).tolist() == expected
+    models.draft_model, models.draft_drafter = new_target(vocab_size=48), None
+    _, absent = methods.resolve(["draft_model", "assisted"], models)
+    assert "`vocab_size` is 48" in absent["draft_model"] and "other tokens" in absent["assisted"]
+
+
 @pytest.mark.parametrize(
     "settings", [{}, pytest.param({"do_sample": True, "temperature": 0.8}, marks=pytest.mark.slow)]
 )
 def test_every_method_answers_like_plain_decoding(models, tmp_path, settings):
-    names = "plain prompt_lookup eagle_like falcon_chain falcon_static falcon_dynamic falcon_no_decision".split()
-    names += "falcon_no_cost_model falcon_no_lookup falcon falcon@3 plain_packed falcon_packed".split()
+    names = "plain prompt_lookup lookup lookup@3 eagle_like falcon_chain falcon_static falcon_dynamic".split()
+    names += "falcon_no_decision falcon_no_cost_model falcon_no_lookup falcon falcon@3".split()
+    names += "plain_packed falcon_packed".split()
     found, absent = methods.resolve(names, models)
     assert list(found) == names and not absent
     file = TraceFile(tmp_path, {})
@@ -169,9 +187,9 @@ def test_the_gap_is_that_of_plain_decodings_logits(models, tmp_path, monkeypatch
 
 
 def test_methods_that_cannot_run(models):
-    found, absent = methods.resolve(["draft_model", "medusa_like", "plain_compiled", "lookahead"], models)
+    found, absent = methods.resolve(["draft_model", "assisted", "medusa_like", "plain_compiled", "lookahead"], models)
     assert not found
-    assert absent["draft_model"] == "no smaller language model is given as `draft_model`"
+    assert absent["draft_model"] == absent["assisted"] == "no smaller language model is given as `draft_model`"
     assert absent["medusa_like"] == "no drafter is given as `medusa_like`"
     assert absent["plain_compiled"] == "static cache and torch.compile are measured on CUDA only, and this is cpu"
     assert "`GenerationMixin.greedy_search`" in absent["lookahead"]

@@ -74,6 +74,13 @@ def test_tokens_per_round_are_tau_and_one(saved, capsys):
     assert "tokens/round: tau + 1, the acceptance length" in capsys.readouterr().out
 
 
+def test_evaluate_with_row_invariant(saved, capsys):
+    words = ["evaluate", "--data", str(saved / "prompts.jsonl"), "--max_new_tokens", "12", *words_for(saved, "llama")]
+    assert entry.main([*words, "--dtype", "bfloat16", "--check", "--row_invariant", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["dtype"] == "bfloat16" and found["data"]["prompts"]["identical"] == 1
+
+
 def test_evaluate_with_other_bonuses(saved, capsys):
     words = ["evaluate", "--data", str(saved / "prompts.jsonl"), "--max_new_tokens", "8", *words_for(saved, "llama")]
     given = {("0.5", "2"): [0.5, 2.0], ("0",): []}

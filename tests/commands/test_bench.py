@@ -35,6 +35,19 @@ def test_bench_of_samples(arguments, tmp_path, temperature):
         assert (row["identical_prompts"] == 2) is (temperature == "0")
 
 
+def test_bench_with_row_invariant(arguments, tmp_path, capsys):
+    """In 16 bits every method's tokens are plain decoding's; compiled rounds do not run."""
+    words = ["--max_turns", "1", "--dtype", "bfloat16", "--methods", "falcon,prompt_lookup,falcon_compiled"]
+    assert bench.main([*arguments, *words, "--row_invariant"]) == 0
+    assert "`falcon_compiled` is left out: compiled rounds do not run inside" in capsys.readouterr().out
+    runs, report = bench_runs(tmp_path)
+    assert {name for name, _ in runs} >= {"plain", "falcon"} and "falcon_compiled" not in {name for name, _ in runs}
+    assert all(row["identical_prompts"] == row["num_prompts"] for row in runs.values())
+    # The answers of the other way of decoding are other measurements.
+    with pytest.raises(ValueError, match="give another `output`"):
+        bench.main([*arguments, *words])
+
+
 def test_bench_with_a_decision_model(arguments, tmp_path, capsys):
     words = [*arguments, "--max_turns", "1", "--methods", "falcon_classifier"]
     assert bench.main(words) == 0

@@ -243,3 +243,24 @@ def test_built_in_prompts_are_no_evaluation_prompts(monkeypatch):
     texts = [text for each in doctor.PROMPTS.values() for text in each]
     assert len(texts) == len(set(texts)) >= 6 and list(doctor.PROMPTS) == ["chat", "code", "maths", "summary"]
     assert not set(texts) & {*demo.PROMPTS.values(), *tune._PROMPTS}
+
+
+@pytest.mark.parametrize(
+    "dtype, modes", [("bfloat16", ["as it is", "inside row_invariant"]), ("float32", ["as it is"])]
+)
+def test_exactness(saved, capsys, dtype, modes):
+    words = ["doctor", "--target", str(saved / "target"), "--exactness", "--dtype", dtype, "--device", "cpu"]
+    status = entry.main([*words, "--json"])
+    found = json.loads(capsys.readouterr().out)
+    assert list(found) == ["target", "dtype", *modes]
+    for name in modes:
+        assert [(each["rows"], each["is_tree"]) for each in found[name]] == [
+            (rows, is_tree) for is_tree in (False, True) for rows in (1, 2, 4, 8, 16, 24)
+        ]
+        assert "model.layers.1.mlp.down_proj" in found[name][0]["modules"]
+        assert "Linear (32, 48)" in found[name][0]["alone"]
+    differs = [any(each["first"] or each["logits"] or any(each["alone"].values()) for each in found[m]) for m in modes]
+    assert status == int(all(differs)) and (dtype == "float32" or not differs[-1])
+    assert entry.main(words) == status
+    printed = capsys.readouterr().out
+    assert "first module that differs" in printed and all(f"\n{name}\n" in printed for name in modes)

@@ -16,6 +16,7 @@ from eagle3_models import REFERENCES, new_eagle3, write_original
 from hub_server import TOKEN, USER, running_hub
 from huggingface_hub import ModelCard
 from tiny_models import hooks_of, tiny_drafter, tiny_target, tiny_tokenizer
+from utilities import edit
 
 import hf_falcon
 from hf_falcon.commands import chat, generate
@@ -124,8 +125,12 @@ def test_info_of_a_folder(saved, capsys):
     assert found["tau"] is None and found["license"] is None
     assert entry.main(["info", str(saved / "drafter")]) == 0
     assert "drafts all of 64 tokens" in capsys.readouterr().out
+    assert entry.main(["info", str(saved / "target")]) == 0
+    printed = capsys.readouterr().out
+    assert "language model" in printed and "the text alone" in printed and "drafts all of 64 tokens" in printed
+    edit(saved / "target" / "config.json", architectures=["LlamaForSequenceClassification"])
     assert entry.main(["info", str(saved / "target")]) == 1
-    assert "['LlamaForCausalLM'], which is no drafter of a known method: Falcon" in capsys.readouterr().err
+    assert "['LlamaForSequenceClassification'], which is no drafter of a known" in capsys.readouterr().err
 
 
 INFO = {

@@ -20,6 +20,7 @@ from transformers import (
     TextStreamer,
     pipeline,
 )
+from utilities import edit
 
 import hf_falcon
 from hf_falcon import FalconDraftModel
@@ -246,6 +247,7 @@ def test_by_name(kind, tmp_path, target, drafted):
     [(_, drafter)] = drafted
     assert (drafter.dtype, drafter.device, drafter.training) == (target.dtype, target.device, False)
     # Errors come at once, and leave the drafter that is attached.
+    edit(tmp_path / "target" / "config.json", architectures=["LlamaForSequenceClassification"])
     with pytest.raises(TypeError, match=r"`drafter` is '.*target', not a drafter of hf_falcon: give a drafter"):
         hf_falcon.attach(target, kind(tmp_path / "target"))
     with pytest.raises(OSError, match="missing"):

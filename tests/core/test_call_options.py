@@ -277,8 +277,8 @@ def test_names_with_a_substitute(monkeypatch):
     monkeypatch.delattr(GenerationConfig, "_get_default_generation_params")
     assert hook.default_generation_params() == {}
     assert hook.call_settings(None) is None
-    assert int(hook.pad_token(GenerationConfig(pad_token_id=3))) == 3
-    assert hook.pad_token(GenerationConfig()) is None
+    assert int(private_names.pad_token(GenerationConfig(pad_token_id=3))) == 3
+    assert private_names.pad_token(GenerationConfig()) is None
     assert hook.is_user_defined(object()) is False
     assert hook.makes_own_cache(object()) is False
     assert hook.attention_implementation(object()) is None

@@ -12,15 +12,17 @@ from hf_falcon import DraftOptions, FalconCandidateGenerator
 from hf_falcon.core.tree import DynamicTree
 from hf_falcon.static_trees import StaticTree, static_paths
 
-COUNTS = ("num_assistant_tokens", "num_draft_passes", "draft_top_k", "draft_width")
+COUNTS = {"num_assistant_tokens": 1, "num_draft_passes": 0, "draft_top_k": 1, "draft_width": 1}
 
 
 @pytest.mark.parametrize("name", COUNTS)
-@pytest.mark.parametrize("value", [0, -3, 1.5, "4", True])
+@pytest.mark.parametrize("value", [None, -3, 1.5, "4", True])
 def test_counts_out_of_range(name, value):
-    with pytest.raises(ValueError, match=f"`{name}` is {value!r}: set it to an integer of at least 1"):
+    least = COUNTS[name]
+    value = least - 1 if value is None else value
+    with pytest.raises(ValueError, match=f"`{name}` is {value!r}: set it to an integer of at least {least}"):
         DraftOptions(**{name: value})
-    assert getattr(DraftOptions(**{name: 1}), name) == 1
+    assert getattr(DraftOptions(**{name: least}), name) == least
 
 
 @pytest.mark.parametrize("value", [-0.1, 1.1, "0.5", float("nan")])

@@ -38,7 +38,7 @@ from transformers import (
 )
 
 import hf_falcon
-from hf_falcon import DraftOptions
+from hf_falcon import DraftOptions, LookupDrafter
 from hf_falcon.core.target_run import TargetRun
 
 NEW_TOKENS = 24
@@ -385,6 +385,25 @@ def test_assisted(field, row, way, monkeypatch, warnings_given):
         assert output.draft_statistics.accepted_tokens > 0
 
 
+@pytest.mark.parametrize("way", quick(["dict"], WAYS))
+@pytest.mark.parametrize("field, row", rows(ASSISTED))
+def test_assisted_by_lookup_alone(field, row, way, warnings_given):
+    returned, _ = WAYS[way]
+    expected = _generate(_fresh(row.target), {**_settings(row), **returned})
+    truth = expected if isinstance(expected, torch.Tensor) else expected.sequences
+    # A memory that knows the texts.
+    drafter = LookupDrafter(memory=10_000)
+    for text in truth.tolist():
+        drafter.add(text)
+    settings = {"num_assistant_tokens_schedule": "constant", **_settings(row), **returned}
+    output = _generate(_fresh(row.target), settings, assistant_model=drafter)
+    check_output(output, expected)
+    assert warnings_given() == []
+    found = getattr(output, "draft_statistics", None)
+    if found is not None and settings["num_assistant_tokens_schedule"] == "constant" and found.new_tokens > 9:
+        assert found.accepted_tokens > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("field, row", [each for each in rows(ASSISTED) if each.values[1].matters])
 def test_rows_matter(field, row):
@@ -452,8 +471,9 @@ def every_row() -> list[Any]:
 
 
 @pytest.mark.parametrize("way", quick(["dict"], WAYS))
+@pytest.mark.parametrize("drafter", ["falcon", "lookup"])
 @pytest.mark.parametrize("field, row", every_row())
-def test_an_attached_drafter_changes_no_call(field, row, way):
+def test_an_attached_drafter_changes_no_call(field, row, drafter, way):
     """Neither what a call gives, nor its error."""
 
     def outcome(target):
@@ -463,7 +483,7 @@ def test_an_attached_drafter_changes_no_call(field, row, way):
             return f"{type(error).__name__}: {error}"
 
     expected, target = outcome(_fresh(row.target)), _fresh(row.target)
-    hf_falcon.attach(target, tiny_drafter(target, num_draft_passes=2))
+    hf_falcon.attach(target, drafter if drafter == "lookup" else tiny_drafter(target, num_draft_passes=2))
     try:
         found = outcome(target)
     finally:

@@ -91,7 +91,7 @@ def test_a_pass_must_pay(pass_cost, expected):
 def test_a_likely_lookup_needs_no_pass():
     branches = Branches(torch.arange(1), torch.arange(1), torch.tensor([0.9]).log())
     policy = adaptive()
-    assert continues(policy.decide(), branches) and not continues(policy.decide(matched=32, found=2), branches)
+    assert continues(policy.decide(), branches) and not continues(policy.decide(likely=0.98), branches)
 
 
 @pytest.mark.parametrize("threshold, expected", [(0.0, True), (0.4, True), (0.6, False)])
@@ -178,38 +178,22 @@ def test_the_gain_of_a_pass_is_observed():
     assert stats.pass_gain == pytest.approx(0.25, abs=1e-3)
 
 
-def test_lookups_are_observed():
-    stats = AcceptanceStats()
-    policy, root = adaptive(stats), single_node(torch.zeros(1, dtype=torch.long))
-
-    def observe(hit: bool) -> None:
-        decision = policy.decide(matched=3, found=3)
-        policy.update(RoundOutcome(decision, root, torch.arange(1), 0, [hit], time=RoundTime(target=1.0)))
-
-    before = stats.match(3).value
-    for _ in range(100):
-        observe(True)
-    assert stats.match(3).value > max(before, 0.9) and stats.match(4).value == AcceptanceStats().match(4).value
-    for _ in range(100):
-        observe(False)
-    assert stats.match(3).value < before
-
-
 def test_what_never_happens_keeps_a_least_share():
     stats = AcceptanceStats()
-    for share in (stats.match(2), stats.depth(1)):
-        for _ in range(10_000):
-            share.observe(0.0)
-    decision = adaptive(stats).decide(matched=2, found=1)
-    assert decision.lookup_probability == pytest.approx(1e-3)
-    assert decision.correction(1) == pytest.approx(math.log(1e-3))
+    for _ in range(10_000):
+        stats.depth(1).observe(0.0)
+    assert adaptive(stats).decide().correction(1) == pytest.approx(math.log(1e-3))
 
 
-def test_a_looked_up_path_grows_less_likely():
-    decision = adaptive().decide(matched=2, found=3)
-    assert decision.lookup_probability == pytest.approx(0.47)
-    probs = [math.exp(each) for each in decision.lookup_log_probs]
-    assert probs == pytest.approx([0.47, 0.47 * 0.57, 0.47 * 0.57 * 0.73])
+def test_likely_text_is_not_the_drafters():
+    """Where what was looked up decides the outcome, the round says nothing of the drafter's cost and credit."""
+    for likely, expected in ((0.0, 1), (0.2, 1), (0.9, 0)):
+        stats = AcceptanceStats()
+        policy = adaptive(stats)
+        policy.decide()
+        tree, time = single_node(torch.zeros(1, dtype=torch.long)), RoundTime(0.1, 0.1, 1, 1.0)
+        policy.update(RoundOutcome(DraftDecision(likely=likely), tree, torch.arange(1), 0, time=time))
+        assert stats.drafted_rounds == expected
 
 
 def grown(levels: int, seed: int) -> DynamicRound:
@@ -239,24 +223,28 @@ def paths_of(tree: DraftTree) -> dict[tuple[int, ...], float]:
     return found
 
 
-def test_a_path_joins_the_tree():
+def test_nodes_join_the_tree():
     draws, root = random.Random(1), torch.tensor([9])
     shared = 0
     for seed in range(200):
-        levels, length = draws.randrange(4), draws.randrange(1, 7)
+        levels, count = draws.randrange(4), draws.randrange(1, 9)
         before = paths_of(grown(levels, seed).finish(root))
-        tokens = [draws.randrange(6) for _ in range(length)]
-        # Half of them begin as a drafted path does.
-        if draws.random() < 0.5:
-            tokens = [*draws.choice(list(before)), *tokens][:length]
-        log_probs = [-0.2 * (place + 1) for place in range(length)]
+        # Nodes of a tree of their own. Half of them begin where a drafted path does.
+        paths = {(): 0.0}
+        for _ in range(count):
+            path = (*draws.choice(list(paths)), draws.randrange(6))
+            if draws.random() < 0.5:
+                path = draws.choice(list(before)) or path
+            for length in range(1, len(path) + 1):
+                paths.setdefault(path[:length], paths[path[: length - 1]] - draws.random())
+        nodes = [path for path in paths if path]
         tree_round = grown(levels, seed)
-        tree_round.add_path(torch.tensor(tokens), torch.tensor(log_probs))
-        path = {tuple(tokens[: place + 1]): log_probs[place] for place in range(length)}
+        parents = [nodes.index(path[:-1]) if path[:-1] else -1 for path in nodes]
+        tree_round.add_nodes([path[-1] for path in nodes], parents, [paths[path] for path in nodes])
         expected = dict(before)
-        for nodes, value in path.items():
-            shared += nodes in before
-            expected[nodes] = max(before.get(nodes, -math.inf), value)
+        for path in nodes:
+            shared += path in before
+            expected[path] = max(before.get(path, -math.inf), paths[path])
         found = paths_of(tree_round.finish(root))
         assert found == pytest.approx(expected)
         # The best of them are a tree, too: no node without its parent.
@@ -288,8 +276,7 @@ def test_other_costs_share_probabilities_and_nothing_else():
         assert found is not stats and found is stats.under(usual._replace(context=8192, **other))
         found.depth(1).observe(1.0)
         found.rate = 5.0
-        assert stats.depths is found.depths and stats.matches is found.matches
-        assert found.continuation is stats.continuation
+        assert stats.depths is found.depths and stats.continuation is found.continuation
     assert stats.rate == AcceptanceStats().rate
 
 

@@ -210,6 +210,7 @@ def run(document: str, saved: Path, namespace: dict, dtype: str = "bfloat16") ->
         f"hf-falcon/{models.DRAFTER_NAME}": saved / "drafter",
         "user/my-drafter": saved / "drafter",
         "user/eagle3-drafter": saved / "eagle3",
+        "Qwen/Qwen3-0.6B": saved / "target",
         "name-or-folder": saved / "drafter",
     }
     for block in blocks(document, "python"):
@@ -443,7 +444,7 @@ def attached_to_a_wrapper(saved, tmp_path, warnings_given):
 
 
 def attached_another_model(saved, tmp_path, warnings_given):
-    hf_falcon.attach(tiny_target("llama"), saved / "target")
+    hf_falcon.attach(tiny_target("llama"), tiny_target("qwen2"))
 
 
 def served_without_the_extra(saved, tmp_path, warnings_given):

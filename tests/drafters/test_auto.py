@@ -94,10 +94,12 @@ def test_generate_takes_a_name(saved, drafted, name):
     assert drafted[-1] is not drafted[0] and drafted[-1].dtype == torch.bfloat16
 
 
-def test_generate_leaves_other_names_alone(saved):
-    """A language model is an assistant of transformers' own, which takes objects."""
+def test_generate_leaves_other_names_alone(saved, tmp_path):
+    """A model that is no drafter is left to transformers, which takes objects."""
+    shutil.copytree(saved / "target", tmp_path, dirs_exist_ok=True)
+    edit(tmp_path / "config.json", architectures=["LlamaForSequenceClassification"])
     with pytest.raises(AttributeError):
-        generate(tiny_target(), str(saved / "target"))
+        generate(tiny_target(), str(tmp_path))
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -138,7 +140,12 @@ def test_attach_checks_the_target(saved):
         ({"architectures": ["LlamaForCausalLM"], "model_type": "llama", "draft_vocab_size": 8}, "Eagle3DraftModel"),
         ({"speculators_model_type": "eagle"}, None),
         ({"speculators_model_type": ["eagle3"]}, None),
-        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, None),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "llama"}, "CausalLMDrafter"),
+        ({"architectures": ["Mamba2ForCausalLM"], "model_type": "mamba2"}, "CausalLMDrafter"),
+        ({"architectures": ["LlamaForCausalLM"], "model_type": "gpt2"}, None),
+        ({"architectures": ["LlamaForSequenceClassification"], "model_type": "llama"}, None),
+        ({"architectures": ["T5ForConditionalGeneration"], "model_type": "t5"}, None),
+        ({"model_type": "llama"}, None),
         ({"architectures": "Eagle3", "model_type": "gpt2"}, None),
         ({"architectures": [None, 5]}, None),
         ({"model_type": ["falcon_draft"]}, None),
@@ -203,7 +210,8 @@ def test_a_saved_drafter_can_be_changed_and_pushed(saved, tmp_path):
 def test_methods_are_imported_when_they_are_asked_for():
     code = "import sys, hf_falcon; found = [name for name in sys.modules if 'hf_falcon.drafters' in name]; "
     code += "assert {name.rpartition('.')[2] for name in found} == "
-    code += "{'drafters', 'auto', 'checkpoints', 'falcon_files', 'files', 'target_sizes'}, found; "
+    code += "{'drafters', 'auto', 'checkpoints', 'falcon_files', 'files', 'lookup_drafter', 'target_sizes', "
+    code += "'language_model', 'language_model_runs', 'vocabularies'}, found; "
     code += "assert not any(name.startswith('transformers.models.llama.modeling') for name in sys.modules)"
     environment = {"PYTHONPATH": PACKAGES, "PATH": os.environ["PATH"]}
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=environment)

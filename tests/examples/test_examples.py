@@ -58,6 +58,65 @@ def test_candidate_generator(models, monkeypatch, capsys):
     assert hasattr(GenerationMixin.generate, "_is_falcon_hook")
 
 
+# Of the tiny tokenizer, which has no special tokens: a comma.
+EOS = 63
+
+
+@pytest.fixture
+def form(monkeypatch):
+    """The example of JSON with a form that the tiny tokenizer can write, and the lengths that its processors saw."""
+    script = example("json_answers")
+    monkeypatch.setattr(script, "FORM", ["ab", frozenset("cdefgh"), "x", frozenset("0123"), "z"])
+    seen = []
+    call = script.JsonForm.__call__
+
+    def spy(processor, input_ids, scores):
+        seen.append((id(processor), input_ids.shape[1]))
+        return call(processor, input_ids, scores)
+
+    monkeypatch.setattr(script.JsonForm, "__call__", spy)
+    return script, seen
+
+
+def test_json_answers(models, form, monkeypatch, capsys):
+    script, _ = form
+    target, tokenizer, _ = models(script)
+    target.generation_config.eos_token_id = EOS
+    monkeypatch.setattr(script, "load_target", lambda *_: (target, tokenizer))
+    monkeypatch.setattr("sys.argv", ["json_answers.py", "abc", "def"])
+    answers = script.main()
+    *lines, rounds = capsys.readouterr().out.splitlines()
+    assert len(answers) == 2 and all(line.endswith(": the same plain") for line in lines)
+    assert all(re.fullmatch("ab[c-h]*(x([0-3]+z?)?)?", answer.replace(" ", "")) for answer in answers), answers
+    assert float(rounds.removesuffix(" tokens a round")) >= 1
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_a_processor_that_keeps_a_state_sees_each_token_once(models, form, sample):
+    """As plain decoding calls it: with one token more each time, and never with a draft token that is not accepted."""
+    script, seen = form
+    target, tokenizer, drafter = models(script)
+    target.generation_config.eos_token_id = EOS
+    texts = script.token_texts(tokenizer)
+    drafted = 0
+    for seed, prompt in enumerate(["abc", "hgf", "x1"]):
+        inputs, outputs, lengths = encode(tokenizer, prompt, target.device), [], []
+        for assistant_model in (None, drafter):
+            seen.clear()
+            torch.manual_seed(seed)
+            processor = script.JsonForm(target.generation_config.eos_token_id, texts)
+            options = {"do_sample": sample, "max_new_tokens": 24, "return_dict_in_generate": True}
+            if assistant_model is not None:
+                options |= {"assistant_model": drafter, "num_assistant_tokens_schedule": "constant"}
+            output = target.generate(**inputs, **options, logits_processor=[processor])
+            outputs.append(output.sequences.tolist())
+            lengths.append([length for name, length in seen if name == id(processor)])
+        assert outputs[0] == outputs[1] and lengths[0] == lengths[1]
+        assert lengths[1] == list(range(lengths[1][0], lengths[1][0] + len(lengths[1])))
+        drafted += output.draft_statistics["rounds"]
+    assert drafted > 0
+
+
 def test_pipeline(workplace, monkeypatch, capsys):
     script = example("pipeline")
     monkeypatch.setattr(script, "converted_target", lambda: workplace / "chat")
@@ -128,7 +187,7 @@ def test_code_and_math_prompts(tmp_path, monkeypatch, capsys):
         words = ["--output", str(path), "--code", "60", "--math", "200", *words]
         monkeypatch.setattr("sys.argv", ["code_and_math_prompts.py", *words])
         script.main()
-        made[name] = [dialogue[0]["content"] for dialogue in read_dialogues(path)]
+        made[name] = [dialogue.messages[0]["content"] for dialogue in read_dialogues(path)]
         assert capsys.readouterr().out == f"{path}: 260 prompts\n"
     assert made["first"] == made["again"] != made["other"]
     code = [prompt for prompt in made["first"] if "def " in prompt or "Python function" in prompt]
@@ -147,4 +206,4 @@ def test_later_turns(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["later_turns.py", "--data", str(data), "--output", str(output)])
     script.main()
     assert capsys.readouterr().out == f"{output}: 1 turns\n"
-    assert [[message["content"] for message in turn] for turn in read_dialogues(output)] == [list(texts[2:4])]
+    assert [[message["content"] for message in turn.messages] for turn in read_dialogues(output)] == [list(texts[2:4])]

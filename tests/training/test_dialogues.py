@@ -25,6 +25,10 @@ EXPECTED = [
 ]
 
 
+def messages_of(*arguments):
+    return (dialogue.messages for dialogue in read_dialogues(*arguments))
+
+
 @pytest.mark.parametrize("read_bytes", [1, 7, 1 << 20])
 @pytest.mark.parametrize("indent", [None, 2])
 def test_both_forms_and_both_layouts(tmp_path, monkeypatch, read_bytes, indent):
@@ -33,10 +37,10 @@ def test_both_forms_and_both_layouts(tmp_path, monkeypatch, read_bytes, indent):
     for records in (SHAREGPT, messages):
         array = tmp_path / "array.json"
         array.write_text(json.dumps(records, indent=indent, ensure_ascii=indent is None), encoding="utf-8")
-        assert list(read_dialogues(array)) == EXPECTED
+        assert list(messages_of(array)) == EXPECTED
         lines = tmp_path / "lines.jsonl"
         lines.write_text("\n".join(json.dumps(record) for record in records), encoding="utf-8")
-        assert list(read_dialogues(lines)) == EXPECTED
+        assert list(messages_of(lines)) == EXPECTED
 
 
 def test_truncation_anywhere_drops_only_the_last_record(tmp_path, caplog):
@@ -46,7 +50,7 @@ def test_truncation_anywhere_drops_only_the_last_record(tmp_path, caplog):
     for length in range(1, len(whole)):
         path.write_bytes(whole[:length])
         caplog.clear()
-        found = list(read_dialogues(path))
+        found = list(messages_of(path))
         assert found == EXPECTED[: len(found)]
         # A record counts as soon as its own brace is closed, some bytes before the next one begins.
         assert len(found) >= sum(length > end for end in ends)
@@ -57,7 +61,8 @@ def test_truncation_anywhere_drops_only_the_last_record(tmp_path, caplog):
     ("text", "complaint"),
     [
         ('{"messages": [}\n' + '{"messages": []}\n' * 3, "record 1 is not JSON"),
-        ('{"messages": []}\n{"text": "a"}', "record 2: no list `conversations`"),
+        ('{"messages": []}\n{"body": "a"}', "record 2: .* has none of `conversations`"),
+        ('{"messages": {"role": "user"}}', "`messages` is .*: it must be a list of messages"),
         ("[[1]]", r"record 1 is \[1\]"),
         ('{"conversations": [{"from": "robot", "value": "a"}]}', r"`conversations\[0\].from` is 'robot'.*human"),
         ('{"messages": [{"role": "user", "content": null}]}', r"`messages\[0\].content` is None"),
@@ -68,7 +73,7 @@ def test_malformed_records_are_named(tmp_path, text, complaint):
     path = tmp_path / "bad.json"
     path.write_text(text)
     with pytest.raises(ValueError, match=complaint) as error:
-        list(read_dialogues(path))
+        list(messages_of(path))
     assert str(path) in str(error.value)
 
 
@@ -76,9 +81,9 @@ def test_other_encodings_and_half_characters(tmp_path):
     path = tmp_path / "bad.json"
     path.write_bytes('{"messages": [{"role": "user", "content": "é"}]}'.encode("latin-1"))
     with pytest.raises(ValueError, match="not UTF-8"):
-        list(read_dialogues(path))
+        list(messages_of(path))
     path.write_text('{"messages": [{"role": "user", "content": "a\\ud83d"}]}')
-    assert list(read_dialogues(path))[0][0]["content"].encode() == b"a?"
+    assert list(messages_of(path))[0][0]["content"].encode() == b"a?"
 
 
 def test_sharegpt_package_is_found_without_import(tmp_path, monkeypatch):
@@ -102,20 +107,20 @@ def test_data_sets(tmp_path, monkeypatch, records):
     folder.mkdir()
     for split, rows in (("train", records), ("test", records[2:])):
         datasets.Dataset.from_list(rows).to_parquet(folder / f"{split}.parquet")
-    assert list(read_dialogues(folder)) == list(read_dialogues(str(folder), "train")) == EXPECTED
-    assert list(read_dialogues(folder, "train[1:]")) == EXPECTED[1:]
-    assert list(read_dialogues(folder, "test")) == EXPECTED[2:]
+    assert list(messages_of(folder)) == list(messages_of(str(folder), "train")) == EXPECTED
+    assert list(messages_of(folder, "train[1:]")) == EXPECTED[1:]
+    assert list(messages_of(folder, "test")) == EXPECTED[2:]
     with pytest.raises(ValueError, match="train_sft"):
-        list(read_dialogues(folder, "train_sft"))
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split: [{"text": f"{name} {split}"}])
-    with pytest.raises(ValueError, match="some/set, record 1: no list `conversations`.*some/set train"):
-        list(read_dialogues("some/set"))
+        list(messages_of(folder, "train_sft"))
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: [{"body": f"{name} {split}"}])
+    with pytest.raises(ValueError, match="some/set, record 1: .*some/set train.*has none of `conversations`"):
+        list(messages_of("some/set"))
 
 
 def test_data_sets_without_datasets(monkeypatch):
     monkeypatch.setattr("hf_falcon.training.dialogues.importlib.util.find_spec", lambda name: None)
     with pytest.raises(OSError, match="pip install hf-falcon.train."):
-        list(read_dialogues("some/set"))
+        list(messages_of("some/set"))
 
 
 NUMBER = "9" * 5000
@@ -141,7 +146,7 @@ def test_limits_name_file_and_record(tmp_path, monkeypatch, value, complaint, la
     path = tmp_path / "bad.json"
     records = ['{"messages": []}', f'{{"messages": [{{"role": "user", "content": "a", "x": {value}}}]}}']
     path.write_text(layout.format((", " if "[" in layout else "\n").join(records)))
-    dialogues = read_dialogues(path)
+    dialogues = messages_of(path)
     assert next(dialogues) == []
     with pytest.raises(ValueError, match=f"bad.json, record 2: {complaint}"):
         next(dialogues)
@@ -151,7 +156,7 @@ def test_numbers_that_are_no_text(tmp_path):
     path = tmp_path / "bad.json"
     # pandas and `json.dumps` write them, and they do no harm in other fields.
     path.write_text('{"messages": [], "score": NaN}\n{"messages": [{"role": "user", "content": NaN}]}')
-    dialogues = read_dialogues(path)
+    dialogues = messages_of(path)
     assert next(dialogues) == []
     with pytest.raises(ValueError, match=r"bad.json, record 2: `messages\[0\].content` is nan: it must be a string"):
         next(dialogues)
@@ -170,7 +175,7 @@ def test_reading_is_linear_in_a_record(tmp_path, monkeypatch):
     path = tmp_path / "long.jsonl"
     dialogue = [{"role": "user", "content": "a " * 1_000_000}]
     path.write_text("\n".join(json.dumps({"messages": dialogue}) for _ in range(3)))
-    assert list(read_dialogues(path)) == [dialogue] * 3
+    assert list(messages_of(path)) == [dialogue] * 3
     assert sum(decoded) < 3 * path.stat().st_size
 
 
@@ -185,7 +190,7 @@ def test_a_record_that_is_too_long(tmp_path, end, layout):
         for _ in range(64):
             file.write("a" * (1 << 20))
         file.write(f"{end}{rest}")
-    dialogues = read_dialogues(path)
+    dialogues = messages_of(path)
     assert next(dialogues) == []
     before = peak_memory()
     with pytest.raises(ValueError, match=r"long.json, record 2 is longer than 8,388,608 characters: split or remove"):
@@ -194,20 +199,20 @@ def test_a_record_that_is_too_long(tmp_path, end, layout):
     # The longest that is read, and one character more.
     longest = (1 << 23) - len(record) - len('"}]}')
     path.write_text(f'{record}{"a" * longest}"}}]}}')
-    assert len(next(read_dialogues(path))[0]["content"]) == longest
+    assert len(next(messages_of(path))[0]["content"]) == longest
     path.write_text(f'{record}{"a" * (longest + 1)}"}}]}}')
     with pytest.raises(ValueError, match="record 1 is longer than"):
-        next(read_dialogues(path))
+        next(messages_of(path))
 
 
 def test_null_is_no_record(tmp_path):
     path = tmp_path / "bad.json"
     path.write_text("[null]")
     with pytest.raises(ValueError, match="record 1 is None: each record must be an object"):
-        list(read_dialogues(path))
+        list(messages_of(path))
 
 
 def test_half_a_surrogate_pair_as_role(tmp_path):
     path = tmp_path / "bad.json"
     path.write_text('{"messages": [{"role": "us\\ud83der", "content": "a"}]}')
-    assert list(read_dialogues(path)) == [[{"role": "us?er", "content": "a"}]]
+    assert list(messages_of(path)) == [[{"role": "us?er", "content": "a"}]]

@@ -28,6 +28,7 @@ from hf_falcon.commands.models import encode
 from hf_falcon.training import features as features_module
 from hf_falcon.training import prepare as prepare_module
 from hf_falcon.training import token_file as token_file_module
+from hf_falcon.training.chat_templates import ChatTemplate
 from hf_falcon.training.features import kept_features, target_features
 from hf_falcon.training.prepare import PrepareArguments, prepare
 from hf_falcon.training.provenance import provenance
@@ -256,7 +257,7 @@ THREE_TURNS = [
 
 def test_all_turns_without_context_for_the_target(arguments, target, tmp_path):
     data = write_data(tmp_path / "turns.jsonl", [THREE_TURNS, dialogues()[0], [user("w1")]])
-    file = prepare(arguments(data=data, turns="all"), *target)
+    file = prepare(arguments(data=data, turns="all", history="none"), *target)
     assert [prompt for prompt, _ in samples_of(file, target)] == [
         "<|system|> w7 </s> <|user|> w1 </s> <|assistant|>",
         "<|system|> w7 </s> <|user|> w8 w9 w10 w11 </s> <|assistant|>",
@@ -266,8 +267,36 @@ def test_all_turns_without_context_for_the_target(arguments, target, tmp_path):
     ]
     assert file.metadata["dropped"] == {} and file.metadata["plan"]["turns"] == "all"
     # The limit counts prompts, not dialogues.
-    two = prepare(arguments(data=data, turns="all", limit=2, output=str(tmp_path / "two")), *target)
+    two = prepare(arguments(data=data, turns="all", history="none", limit=2, output=str(tmp_path / "two")), *target)
     assert [prompt for prompt, _ in samples_of(two, target)] == [prompt for prompt, _ in samples_of(file, target)][:2]
+
+
+@pytest.mark.parametrize("call", [1, 4, 6])
+def test_rounds_of_turns_resume_to_the_same_bytes(arguments, target, tmp_path, monkeypatch, call):
+    """Each turn is a round of batches, whose prompts have the answers of the rounds before."""
+    records = [
+        [*first, user(f"w{number} w1"), assistant("w2"), user("w3")] for number, first in enumerate(dialogues())
+    ]
+    data = write_data(tmp_path / "turns.jsonl", records)
+    options = {"data": data, "turns": "all", "history": "target", "batch_size": 6, "max_prompt_tokens": 60}
+    whole = prepare(arguments(output=str(tmp_path / "whole"), keep_features=True, **options), *target)
+    assert len(whole) == 42 and whole.metadata["dropped"] == {}
+    kept_features([str(tmp_path / "whole")], [whole], target[0], [])
+    with monkeypatch.context() as patch:
+        kill_at(patch, prepare_module, "_respond", call)
+        with pytest.raises(Killed):
+            prepare(arguments(**options), *target)
+    with pytest.raises(ValueError, match="`history` was 'target', now 'data'"):
+        prepare(arguments(**{**options, "history": "data"}), *target)
+    # The texts of later turns are not yet prompts.
+    other = write_data(tmp_path / "other.jsonl", [*records[:-1], [*records[-1][:-1], user("w4")]])
+    with pytest.raises(ValueError, match="`texts_sha256` was"):
+        prepare(arguments(**{**options, "data": other}), *target)
+    found = prepare(arguments(**options), *target)
+    assert found.tokens.tolist() == whole.tokens.tolist()
+    before = os.stat(arguments().output).st_mtime_ns
+    prepare(arguments(**options), *target)
+    assert os.stat(arguments().output).st_mtime_ns == before
 
 
 def test_all_turns_with_context_for_responses_of_the_data(arguments, target, tmp_path):
@@ -295,8 +324,8 @@ def test_work_is_linear_in_the_turns(arguments, target, tmp_path, monkeypatch):
     data = write_data(tmp_path / "turns.jsonl", [turns, THREE_TURNS])
     monkeypatch.setattr(prepare_module, "_TOKENIZED_AT_ONCE", 16)
     rendered = []
-    render = prepare_module._render
-    monkeypatch.setattr(prepare_module, "_render", lambda *args: rendered.append(len(args[2])) or render(*args))
+    render = ChatTemplate._render
+    monkeypatch.setattr(ChatTemplate, "_render", lambda *args: rendered.append(len(args[1])) or render(*args))
     options = {"data": data, "responses": "data", "turns": "all", "max_prompt_tokens": 100}
     file = prepare(arguments(**options), *target)
     lengths = [length for _, length in map(file.sample, range(len(file)))]
@@ -333,7 +362,7 @@ def test_later_turns_that_are_dropped(arguments, target, tmp_path, caplog):
     turns = [message for text in left_out + kept + ["w" * 39] for message in (user(text), assistant("w2"))]
     data = write_data(tmp_path / "turns.jsonl", [context + turns + [user(LONG), user(" "), user(LONG)], []])
     with caplog.at_level(logging.WARNING):
-        file = prepare(arguments(data=data, turns="all"), *target)
+        file = prepare(arguments(data=data, turns="all", history="none"), *target)
     # Words outside the tiny vocabulary. A first turn is never dropped for its words.
     assert [prompt.removesuffix(" </s> <|assistant|>") for prompt, _ in samples_of(file, target)] == [
         "<|user|> <unk>",

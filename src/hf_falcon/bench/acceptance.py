@@ -233,7 +233,7 @@ def first_choices(
         before_norm (`bool`, *optional*, defaults to `False`):
             Whether the last hidden state is read before the target's final norm, and not after it.
     """
-    layers = list(drafter.config.feature_layers if layers is None else layers)
+    layers = list((drafter.config.feature_layers or ()) if layers is None else layers)
     if drafter.max_draft_passes is not None:
         depth = min(depth, drafter.max_draft_passes * drafter.config.block_size)
     acceleration = drafter_acceleration(drafter, target)

@@ -390,7 +390,7 @@ def other_layers(target: PreTrainedModel, drafter: DraftModel) -> list[list[int]
     Layers of the target that the drafter may have been trained on in place of those that it reads: one further up or
     down, as files count hidden states in two ways, and the layers that EAGLE-3 reads by default.
     """
-    current = list(drafter.config.feature_layers)
+    current = list(drafter.config.feature_layers or ())
     if not current:
         return []
     count = target.config.get_text_config(decoder=True).num_hidden_layers
@@ -408,7 +408,7 @@ def other_layers(target: PreTrainedModel, drafter: DraftModel) -> list[list[int]
 
 def check_layers(case: Case) -> Finding | None:
     """Has the drafter read other layers of the target."""
-    current, readings = list(case.drafter.config.feature_layers), []
+    current, readings = list(case.drafter.config.feature_layers or ()), []
     for layers in other_layers(case.target, case.drafter):
         readings.append((layers, case.first_choices(case.total.texts, f"layers {layers}", layers=layers)))
     if not readings:

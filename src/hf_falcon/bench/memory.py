@@ -24,8 +24,11 @@ def drafter_bytes(drafter: Drafter, target: PreTrainedModel, context: int) -> in
         drafter, target: the drafter and its target.
         context (`int`): tokens of the context, 3 or more.
     """
+    if drafter.max_draft_passes == 0:
+        # What is looked up is in no tensor.
+        return 0
     generator = FalconCandidateGenerator(drafter, target)
-    width = target.get_output_embeddings().weight.shape[-1] * (1 + len(drafter.config.feature_layers))
+    width = target.get_output_embeddings().weight.shape[-1] * (1 + len(drafter.config.feature_layers or ()))
     # The values of the features do not matter, only that rounds at this length have taken place.
     features = torch.zeros(1, context, width, dtype=target.dtype, device=target.device)
     token_ids = torch.zeros(1, context, dtype=torch.long, device=target.device)

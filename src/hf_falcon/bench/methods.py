@@ -14,9 +14,14 @@ from transformers import PreTrainedModel
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
 from ..core.policy import acceptance_stats_of
+from ..drafters.language_model import CausalLMDrafter
+from ..drafters.lookup_drafter import LookupDrafter
+from ..drafters.vocabularies import tokenizer_of
 from .decision import DecisionModel
 
 FALCON = "falcon"
+# A drafter that is made for the target when the benchmark starts.
+INSTANT = "instant"
 _CLASSIFIER = "falcon_classifier"
 # Good fixed sizes of trees: on two cores, and on devices where 32 nodes cost as much as one.
 _FIXED_SIZES = {
@@ -32,9 +37,9 @@ class Models:
 
     Args:
         target ([`PreTrainedModel`]): the target.
-        drafters (`dict[str, DraftModel]`): its drafters by name: "falcon" for all methods `falcon...`,
+        drafters (`dict[str, DraftModel]`): its drafters by name: "falcon" for all methods `falcon...`, "instant",
             "eagle_like" and "medusa_like" for those methods, and any other name for a method of that name.
-        draft_model ([`PreTrainedModel`], *optional*): a smaller language model with the target's tokenizer.
+        draft_model ([`PreTrainedModel`], *optional*): a smaller language model.
         longest_context (`int`, *optional*): tokens of the longest dialogue, answers included.
         absent (`dict[str, str]`, *optional*): drafters that are missing, by name, each with the reason.
         decision ([`DecisionModel`], *optional*): decides in "falcon_classifier" whether a draft pass runs.
@@ -46,6 +51,7 @@ class Models:
     longest_context: int | None = None
     absent: dict[str, str] = field(default_factory=dict)
     decision: DecisionModel | None = None
+    draft_drafter: CausalLMDrafter | None = field(default=None, init=False)
 
 
 class NotAvailable(ValueError):
@@ -91,6 +97,8 @@ def _fixed_tree(models: Models, name: str = FALCON, **options: Any) -> dict[str,
 
 def _eagle_like(models: Models) -> dict[str, Any]:
     name = "eagle_like" if "eagle_like" in models.drafters else FALCON
+    if name not in models.drafters:
+        return _drafter(models)
     config = models.drafters[name].config
     # Only Falcon drafters can have LSTM layers.
     lstm_layers = getattr(config, "num_lstm_layers", 0)
@@ -110,7 +118,28 @@ def _early_exit(models: Models) -> dict[str, Any]:
 def _draft_model(models: Models) -> dict[str, Any]:
     if models.draft_model is None:
         raise NotAvailable("no smaller language model is given as `draft_model`")
-    return {"assistant_model": models.draft_model}
+    if models.draft_drafter is None:
+        # Made once: it remembers what was accepted.
+        models.draft_drafter = CausalLMDrafter(models.draft_model)
+    try:
+        models.draft_drafter.check_target(models.target)
+    except ValueError as error:
+        raise NotAvailable(str(error)) from error
+    return {"assistant_model": models.draft_drafter}
+
+
+def _assisted(models: Models) -> dict[str, Any]:
+    """transformers' own decoding with a smaller language model; with other tokens, its universal one."""
+    if models.draft_model is None:
+        raise NotAvailable("no smaller language model is given as `draft_model`")
+    sizes = {each.config.get_text_config(decoder=True).vocab_size for each in (models.target, models.draft_model)}
+    names = {}
+    if len(sizes) > 1:
+        tokenizers = [tokenizer_of(each) for each in (models.target, models.draft_model)]
+        if None in tokenizers:
+            raise NotAvailable("the draft model has other tokens than the target, and no tokenizer was found for one")
+        names = dict(zip(("tokenizer", "assistant_tokenizer"), tokenizers))
+    return {"assistant_model": models.draft_model, **names}
 
 
 def _classifier(models: Models) -> dict[str, Any]:
@@ -125,9 +154,13 @@ METHODS: dict[str, Callable[[Models], dict[str, Any]]] = {
     "plain_compiled": _plain_compiled,
     "prompt_lookup": lambda models: {"prompt_lookup_num_tokens": 3},
     "prompt_lookup_8": lambda models: {"prompt_lookup_num_tokens": 8},
+    # Ours, without a drafter's network.
+    "lookup": lambda models: {"assistant_model": LookupDrafter()},
     "lookahead": _lookahead,
     "early_exit": _early_exit,
+    # A smaller language model: our loop, and transformers' own.
     "draft_model": _draft_model,
+    "assisted": _assisted,
     "eagle_like": _eagle_like,
     "medusa_like": partial(_fixed_tree, name="medusa_like", draft_tree="static", num_draft_passes=1),
     # Parts of our method, added one by one: a chain, the paper's static tree, a tree of the most probable nodes, ...
@@ -139,6 +172,7 @@ METHODS: dict[str, Callable[[Models], dict[str, Any]]] = {
     "falcon_no_cost_model": partial(_fixed_tree, prompt_lookup_num_tokens=DraftOptions.prompt_lookup_num_tokens),
     "falcon_no_lookup": partial(_drafter, prompt_lookup_num_tokens=0),
     "falcon": _drafter,
+    INSTANT: partial(_drafter, name=INSTANT),
     # A fitted decision model decides whether another pass runs, in place of the drafter's probabilities.
     _CLASSIFIER: _classifier,
     # For sampling: candidates that are drawn, and several roots (improved MCSD, biased). Greedy: as the methods above.
@@ -157,7 +191,7 @@ OTHER_SAMPLES = (
     "prompt_lookup",
     "prompt_lookup_8",
     "early_exit",
-    "draft_model",
+    "assisted",
     "falcon_speculative",
     "falcon_multi_root",
 )

@@ -1,11 +1,16 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Prompts of one or more turns: from JSON-lines files, or from the Hub."""
+"""Prompts of one or more turns: from files of dialogues, or from the Hub."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
-from ..training.json_text import parse_json, short
+from ..training.dialogues import read_dialogues
+from ..training.records import FORMS, Message
+from ..training.skipped_records import SkippedRecords, skipped_table
+
+logger = logging.getLogger(__name__)
 
 # Data sets of the Hub by short name: repository, configuration, split, and the column that holds the prompt.
 HUB_DATA = {
@@ -20,33 +25,35 @@ def read_turns(source: str, limit: int | None = None) -> list[list[str]]:
     The users' turns of each dialogue.
 
     Args:
-        source (`str`): a JSON-lines file whose lines have `turns`, or a short name of `HUB_DATA`.
+        source (`str`): what [`read_dialogues`] reads, or a short name of `HUB_DATA`. A plain text is a turn.
         limit (`int`, *optional*): number of dialogues, from the start; all by default.
 
     Raises:
-        `ValueError`: naming the file, line and field that is wrong.
+        `ValueError`: naming the file, record and field that is wrong, if more than 5 % of the records are.
         `OSError`: if there is no such file or data set.
     """
     if not Path(source).exists() and source in HUB_DATA:
         return _from_hub(source)[:limit]
-    if not Path(source).is_file():
-        raise FileNotFoundError(
-            f"`data` is {source!r}: give a JSON-lines file with `turns`, or one of {', '.join(HUB_DATA)}."
+    skipped = SkippedRecords()
+    found: list[list[str]] = []
+    for dialogue in read_dialogues(source, skipped=skipped):
+        turns = [dialogue.text] if dialogue.text is not None else _users(dialogue.messages)
+        if turns:
+            found.append(turns)
+            if len(found) == limit:
+                break
+    skipped.check()
+    if skipped.reasons:
+        logger.warning(
+            f"{source}: {skipped.count} of {skipped.read} records are skipped:\n{skipped_table(skipped.to_dict())}"
         )
-    dialogues = []
-    for number, line in enumerate(Path(source).read_text(encoding="utf-8").splitlines(), start=1):
-        if not line.strip():
-            continue
-        try:
-            turns = parse_json(line)["turns"]
-        except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{source}, line {number}: no JSON object with `turns` ({error}).") from error
-        if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-            raise ValueError(f"{source}, line {number}: `turns` is {short(turns)}; it must be a list of texts.")
-        dialogues.append(turns)
-    if not dialogues:
-        raise ValueError(f"{source}: has no prompts; each line must be a JSON object with `turns`.")
-    return dialogues[:limit]
+    if not found:
+        raise ValueError(f"{source}: has no prompts; each record must be an object with {FORMS}.")
+    return found
+
+
+def _users(messages: list[Message]) -> list[str]:
+    return [message["content"] for message in messages if message["role"] == "user"]
 
 
 def _from_hub(name: str) -> list[list[str]]:

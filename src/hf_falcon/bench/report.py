@@ -134,7 +134,7 @@ def markdown(environment: dict[str, Any], rows: list[Row], absent: dict[str, str
         "a run of their own.",
     ]
     if exact:
-        lines.append("A method whose tokens differ in float32 gets no speed-up.")
+        lines.append("A method whose tokens differ gets no speed-up.")
     lines += [f"Not run: `{name}`, because {why}." for name, why in absent.items()]
     return "\n".join(lines) + "\n"
 

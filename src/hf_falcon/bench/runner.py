@@ -40,6 +40,7 @@ class Benchmark:
         methods (`dict[str, dict]`): the arguments of `generate` for each method, plain decoding included.
         settings (`dict`): arguments of `generate` for all of them.
         repeats (`int`): timed runs of each method on each turn.
+        variables (`dict`, *optional*): variables of the chat template.
     """
 
     def __init__(
@@ -49,11 +50,13 @@ class Benchmark:
         methods: dict[str, dict[str, Any]],
         settings: dict[str, Any],
         repeats: int,
+        variables: dict[str, Any] | None = None,
     ):
         if PLAIN not in methods:
             raise ValueError(f"`methods` are {', '.join(methods)}: add `{PLAIN}`, with which all are compared.")
         self._target, self._tokenizer = target, tokenizer
         self._methods, self._settings, self._repeats = methods, settings, repeats
+        self._variables = variables
         self._warm: set[str] = set()
 
     def run(self, data: dict[str, list[list[str]]], file: TraceFile) -> None:
@@ -76,7 +79,7 @@ class Benchmark:
         for turn, text in enumerate(turns):
             messages.append({"role": "user", "content": text})
             missing = [name for name in names[shift:] + names[:shift] if (name, data, prompt, turn) not in known]
-            inputs = encode(self._tokenizer, messages, self._target.device)
+            inputs = encode(self._tokenizer, messages, self._target.device, self._variables)
             plain = known.get((PLAIN, data, prompt, turn))
             waiting = []
             for name in missing:
@@ -134,7 +137,7 @@ class Benchmark:
         What a plain step asks of the device, and a round of each method that drafts with one of our drafters,
         for a prompt. Packed and compiled methods are left out: their operations are not dispatched one by one.
         """
-        inputs = encode(self._tokenizer, [{"role": "user", "content": text}], self._target.device)
+        inputs = encode(self._tokenizer, [{"role": "user", "content": text}], self._target.device, self._variables)
         found = {}
         for name, arguments in self._methods.items():
             drafts = isinstance(arguments.get("assistant_model"), DraftModel)
@@ -148,24 +151,34 @@ class Benchmark:
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]], device: torch.device
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    device: torch.device,
+    variables: dict[str, Any] | None = None,
 ) -> dict[str, Tensor]:
-    """The inputs of a dialogue, by the chat template; without one, the plain texts."""
+    """The inputs of a dialogue, by the chat template with its `variables`; without one, the plain texts."""
     if tokenizer.chat_template is None:
         text = "\n\n".join(message["content"] for message in messages)
         return dict(tokenizer(text, return_tensors="pt").to(device))
-    inputs = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    inputs = tokenizer.apply_chat_template(
+        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **(variables or {})
+    )
     return dict(inputs.to(device))
 
 
-def longest_context(tokenizer: PreTrainedTokenizerBase, data: dict[str, list[list[str]]], max_new_tokens: int) -> int:
+def longest_context(
+    tokenizer: PreTrainedTokenizerBase,
+    data: dict[str, list[list[str]]],
+    max_new_tokens: int,
+    variables: dict[str, Any] | None = None,
+) -> int:
     """Tokens of the longest dialogue, if every answer has `max_new_tokens` tokens."""
     longest = 0
     for turns in itertools.chain.from_iterable(data.values()):
         messages = [{"role": "user", "content": turns[0]}]
         for text in turns[1:]:
             messages += [{"role": "assistant", "content": ""}, {"role": "user", "content": text}]
-        prompt = encode(tokenizer, messages, torch.device("cpu"))["input_ids"]
+        prompt = encode(tokenizer, messages, torch.device("cpu"), variables)["input_ids"]
         longest = max(longest, prompt.shape[1] + len(turns) * max_new_tokens)
     return longest
 

@@ -164,7 +164,7 @@ class _Recorder(DraftPolicy):
         super().__init__(options, AcceptanceStats())
         self.expected: list[Tensor] = []
 
-    def decide(self, matched: int = 0, found: int = 0) -> DraftDecision:
+    def decide(self, likely: float = 0.0) -> DraftDecision:
         """See [`DraftPolicy.decide`]."""
         return _AllPasses(nodes=self._options.num_assistant_tokens, expected=self.expected)
 

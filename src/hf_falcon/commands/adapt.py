@@ -17,13 +17,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..core.drafter import DraftModel, FalconDraftModel
+from ..training.chat_templates import template_variables
 from ..training.dialogues import find_data
 from ..training.final_tau import decoded_tau
 from ..training.prepare import PrepareArguments, prepare
+from ..training.skipped_records import check_bad_share
 from ..training.token_file import TokenFile, write_atomically
 from ..training.trainer import DraftSamples, FalconTrainer, FalconTrainingArguments
 from .card import write_card
-from .models import fastest_dtype, load_drafter, load_target, resolve_device
+from .models import fastest_dtype, load_network, load_target, resolve_device
 from .run_arguments import CommandParser
 
 TOKENS_NAME = "tokens.safetensors"
@@ -61,6 +63,7 @@ class AdaptArguments:
         learning_rate (`float`, *optional*, defaults to 3e-4): peak learning rate.
         batch_size (`int`, *optional*, defaults to 8): dialogues of a training step.
         seed (`int`, *optional*, defaults to 0): seed of sampled responses and of the training.
+        split, chat_template_kwargs, max_bad_share, strict (*optional*): as in `hf-falcon prepare`.
         device (`str`, *optional*): defaults to the first GPU, else the CPU.
     """
 
@@ -78,12 +81,22 @@ class AdaptArguments:
     learning_rate: float = field(default=3e-4, metadata={"help": "Peak learning rate."})
     batch_size: int = field(default=8, metadata={"help": "Dialogues of a training step."})
     seed: int = field(default=0, metadata={"help": "Seed of responses and training."})
+    split: str = field(default="train", metadata={"help": "Split of a data set."})
+    chat_template_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Variables of the chat template, as JSON: '{\"enable_thinking\": false}'."}
+    )
+    max_bad_share: float = field(
+        default=0.05, metadata={"help": "Share of records that may be skipped because they cannot be read."}
+    )
+    strict: bool = field(default=False, metadata={"help": "End at the first record that cannot be read."})
     device: str | None = field(default=None, metadata={"help": "Device; by default the first GPU, else the CPU."})
 
     def __post_init__(self) -> None:
         for name in ("limit", "max_new_tokens", "eval_prompts", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}: it must be at least 1.")
+        self.chat_template_kwargs = template_variables(self.chat_template_kwargs)
+        check_bad_share(self.max_bad_share)
         if self.limit <= self.eval_prompts:
             raise ValueError(
                 f"`limit` is {self.limit}, and `eval_prompts` holds out {self.eval_prompts} of them: give a higher "
@@ -117,6 +130,10 @@ def adapt(
     data = prepare(
         PrepareArguments(
             data=arguments.data,
+            split=arguments.split,
+            chat_template_kwargs=arguments.chat_template_kwargs,
+            max_bad_share=arguments.max_bad_share,
+            strict=arguments.strict,
             output=str(folder / TOKENS_NAME),
             limit=arguments.limit,
             max_prompt_tokens=max(1, min(_LONGEST_PROMPT, context - arguments.max_new_tokens)),
@@ -134,6 +151,7 @@ def adapt(
         report["before"] = decoded_tau(target, drafter, prompts)
         _write_report(folder, report)
     drafter.config.name_target(target)
+    drafter.config.chat_template_kwargs = data.metadata.get("chat_template_kwargs", {})
     trainer = _trainer(target, drafter, data, held_out, arguments)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(arguments.output_dir))
     trainer.save_model()
@@ -201,7 +219,7 @@ def main(argv: list[str]) -> int:
     set_seed(arguments.seed)
     device = resolve_device(arguments.device)
     target, tokenizer = load_target(arguments.target, device=device)
-    drafter = load_drafter(arguments.drafter, torch.float32, device)
+    drafter = load_network(arguments.drafter, torch.float32, device)
     report = adapt(target, tokenizer, drafter, arguments)
     before, after = report["before"], report.get("after")
     if after is None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -18,7 +19,7 @@ from ..bench import report
 from ..bench.decision import DecisionModel
 from ..bench.medusa import MedusaLikeModel
 from ..bench.memory import drafter_bytes, weight_bytes
-from ..bench.methods import FALCON, METHODS, OTHER_SAMPLES, Models, resolve
+from ..bench.methods import COMPILED, FALCON, INSTANT, METHODS, OTHER_SAMPLES, Models, resolve
 from ..bench.metrics import PLAIN, summarise
 from ..bench.operations import RoundOperations
 from ..bench.prompts import HUB_DATA, read_turns
@@ -28,6 +29,9 @@ from ..bench.traces import TRACES_NAME, TraceFile
 from ..checkpoint_files import weights_fingerprint
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
+from ..cpu.row_invariant import row_invariant
+from ..training.chat_templates import template_variables
+from ..training.instant import instant_drafter
 from ..training.token_file import write_atomically
 from .main import installed_version
 from .models import (
@@ -36,6 +40,7 @@ from .models import (
     load_drafter,
     load_target,
     no_progress_bars,
+    note_other_variables,
     resolve_device,
     resolve_dtype,
     shipped_folder,
@@ -50,7 +55,7 @@ class BenchArguments:
 
     data: list[str] = field(
         metadata={
-            "help": f"JSON-lines files with `turns`, or names of the Hub: {', '.join(HUB_DATA)}.",
+            "help": f"Files or data sets as in `hf-falcon prepare`, or names of the Hub: {', '.join(HUB_DATA)}.",
             "action": "extend",
         }
     )
@@ -70,7 +75,12 @@ class BenchArguments:
         default_factory=list,
         metadata={"help": "NAME=FOLDER: further drafters; each is a method of that name.", "action": "extend"},
     )
-    draft_model: str | None = field(default=None, metadata={"help": "Smaller language model, for `draft_model`."})
+    draft_model: str | None = field(
+        default=None,
+        metadata={
+            "help": "Smaller language model: `draft_model` is our loop with it, `assisted` is transformers' own."
+        },
+    )
     decision: str | None = field(
         default=None, metadata={"help": "File of examples/decision_model.py, for `falcon_classifier`."}
     )
@@ -97,12 +107,20 @@ class BenchArguments:
     max_turns: int | None = field(default=None, metadata={"help": "Turns of a prompt, from the first."})
     temperature: float = field(default=0.0, metadata={"help": "0 is greedy decoding."})
     repeats: int = field(default=1, metadata={"help": "Timed runs of each answer; the median counts."})
+    chat_template_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Variables of the chat template, as JSON: '{\"enable_thinking\": false}'."}
+    )
+    row_invariant: bool = field(
+        default=False,
+        metadata={"help": "Decode where rows do not depend on their number: in 16 bits, on a CPU, all are identical."},
+    )
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
     output: str = field(default="bench", metadata={"help": "Folder of the traces and the report."})
 
     def __post_init__(self) -> None:
         at_least(self, 1, "max_new_tokens", "repeats", "limit", "max_turns")
+        template_variables(self.chat_template_kwargs)
         if self.temperature < 0:
             raise ValueError(f"`temperature` is {self.temperature}; give 0 (greedy) or more.")
         if self.scaled is not None and self.scaled not in SHAPES:
@@ -131,7 +149,10 @@ class BenchArguments:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the benchmark. In float32, returns 1 if the tokens of any method differ from plain decoding's."""
+    """
+    Runs the benchmark. In float32, or with `--row_invariant`, returns 1 if the tokens of any method differ from plain
+    decoding's.
+    """
     parser = CommandParser(BenchArguments, prog="hf-falcon bench", description=__doc__)
     arguments = BenchArguments(**vars(parser.parse_args(argv)))
     data = {
@@ -141,18 +162,29 @@ def main(argv: list[str]) -> int:
     device = resolve_device(arguments.device)
     dtype = resolve_dtype(arguments.dtype, device)
     models, tokenizer = _load(arguments, dtype, device)
-    models.longest_context = longest_context(tokenizer, data, arguments.max_new_tokens)
+    variables = template_variables(arguments.chat_template_kwargs)
+    note_other_variables(models.drafters.get(FALCON), variables)
+    models.longest_context = longest_context(tokenizer, data, arguments.max_new_tokens, variables)
     methods, absent = resolve(arguments.method_names, models)
+    if arguments.row_invariant:
+        absent |= {name: "compiled rounds do not run inside `row_invariant`" for name in COMPILED if name in methods}
+        methods = {name: each for name, each in methods.items() if name not in COMPILED}
     for name, why in absent.items():
         print(f"`{name}` is left out: {why}.")
 
-    exact = dtype == torch.float32
+    exact = dtype == torch.float32 or arguments.row_invariant
     settings: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": arguments.temperature > 0}
     if settings["do_sample"]:
         settings["temperature"] = arguments.temperature
     environment = _environment(models, dtype)
+    if variables:
+        environment["chat_template_kwargs"] = json.dumps(variables, sort_keys=True)
     measured = {**environment, **settings, "repeats": arguments.repeats, "prompts": _digest(data)}
     measured["draft_options"] = {name: asdict(_options(drafter)) for name, drafter in models.drafters.items()}
+    # Traces of before have no such setting, which is `None`.
+    measured["row_invariant"] = arguments.row_invariant or None
+    if arguments.row_invariant:
+        environment["row_invariant"] = True
     if models.decision is not None:
         measured["decision"] = asdict(models.decision)
     if "eagle_like" in methods and "eagle_like" not in models.drafters:
@@ -167,8 +199,9 @@ def main(argv: list[str]) -> int:
     }
     if wanted <= file.traces.keys():
         print(f"All answers were measured before: delete {Path(arguments.output) / TRACES_NAME} to measure it again.")
-    benchmark = Benchmark(models.target, tokenizer, methods, settings, arguments.repeats)
-    benchmark.run(data, file)
+    benchmark = Benchmark(models.target, tokenizer, methods, settings, arguments.repeats, variables)
+    with row_invariant(models.target) if arguments.row_invariant else nullcontext():
+        benchmark.run(data, file)
 
     traces = [trace for key, trace in file.traces.items() if key in wanted]
     rows = summarise(traces, exact, OTHER_SAMPLES if settings["do_sample"] else ())
@@ -195,7 +228,16 @@ def _load(
 ) -> tuple[Models, PreTrainedTokenizerBase]:
     """The models of all methods, in the shape that is asked for, and the tokenizer."""
     target, tokenizer = load_target(arguments.target, dtype, device)
-    models = Models(target, {FALCON: load_drafter(arguments.drafter, dtype, device)})
+    models = Models(target, {})
+    if arguments.drafter is None and arguments.target not in (None, TARGET_NAME):
+        models.absent[FALCON] = "no drafter is given as `drafter`, and there is none for this target"
+    else:
+        models.drafters[FALCON] = load_drafter(arguments.drafter, dtype, device)
+    if any(name.partition("@")[0] == INSTANT for name in arguments.method_names):
+        try:
+            models.drafters[INSTANT] = instant_drafter(target, tokenizer)
+        except ValueError as error:
+            models.absent[INSTANT] = str(error).rstrip(".")
     folders = dict(given.split("=", 1) for given in arguments.drafters)
     if arguments.eagle_like is not None:
         folders["eagle_like"] = arguments.eagle_like
@@ -244,8 +286,8 @@ def _scale(models: Models, name: str) -> None:
 def _environment(models: Models, dtype: torch.dtype) -> dict[str, Any]:
     """The models, libraries and machine of the measurements."""
     device = models.target.device
-    named = {"target": models.target, "drafter": models.drafters[FALCON]}
-    named |= {name: drafter for name, drafter in models.drafters.items() if name != FALCON}
+    named: dict[str, Any] = {"target": models.target}
+    named |= {"drafter" if name == FALCON else name: drafter for name, drafter in models.drafters.items()}
     if models.draft_model is not None:
         named["draft_model"] = models.draft_model
     found: dict[str, Any] = {}

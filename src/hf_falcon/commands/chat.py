@@ -125,7 +125,7 @@ def answer(
 ) -> tuple[str, str]:
     """Writes the reply to a conversation. Returns the reply, up to an interrupt, and its speed and acceptance."""
     inputs = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **arguments.variables
     ).to(target.device)
     with StatusLine() as status:
 

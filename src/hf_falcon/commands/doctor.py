@@ -1,5 +1,9 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""`hf-falcon doctor`: why few draft tokens are accepted, with the evidence and the remedy of each cause."""
+"""
+`hf-falcon doctor`: why few draft tokens are accepted, with the evidence and the remedy of each cause; or, with
+`--exactness`, which modules of the target give a token other bits when several tokens run
+together. For a target without a drafter, it says what can draft for it on this machine.
+"""
 
 from __future__ import annotations
 
@@ -7,25 +11,40 @@ import json
 import shlex
 import textwrap
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from jinja2 import TemplateError
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from ..bench.diagnosis import Case, Diagnosis, Inputs, Reference, Template, diagnose
+from ..bench.exactness import Exactness, exactness
 from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..checkpoint_files import read_json
 from ..core.drafter import DraftModel
+from ..cpu.row_invariant import row_invariant, unsupported_reason
+from ..training.chat_templates import other_variables, template_variables
+from ..training.json_text import short
 from ..training.provenance import PROVENANCE_NAME
 from ..training.token_file import chat_template_sha256
 from .adapt import REPORT_NAME
+from .at_hand import at_hand
 from .card import final_tau, read_card, tau_of
 from .learning import describe, learnt_drafter, learnt_report
-from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype, shipped_drafter
+from .models import (
+    TARGET_NAME,
+    encode,
+    load_network,
+    load_target,
+    resolve_device,
+    resolve_dtype,
+    shipped_drafter,
+    source_named,
+)
 from .run_arguments import CommandParser, at_least
 
 # Everyday prompts by kind. None is of MT-bench, HumanEval or GSM8K.
@@ -78,8 +97,9 @@ class DoctorArguments:
     Arguments of `hf-falcon doctor`.
 
     Args:
-        target, drafter (`str`, *optional*): names or folders; the models of the demo if left out.
-        data (`list[str]`, *optional*): JSON-lines files with `turns`, or `mt_bench`, `humaneval`, `gsm8k` of the Hub;
+        target, drafter (`str`, *optional*): names or folders; the models of the demo if left out. With another target
+            and no drafter, the command says what can draft for it.
+        data (`list[str]`, *optional*): what `hf-falcon prepare` reads, or `mt_bench`, `humaneval`, `gsm8k` of the Hub;
             the first turn is the prompt. Built-in prompts if left out; otherwise the acceptance is compared with
             theirs.
         limit (`int`, *optional*, defaults to 6): prompts of each file, from the start.
@@ -88,13 +108,20 @@ class DoctorArguments:
             generation configuration, if it samples.
         chat_template (`str`, *optional*): Jinja file with another chat template to compare with, for example the one
             that the drafter was trained with.
+        chat_template_kwargs (`dict` or `str`, *optional*): variables of the chat template, or their JSON
+            (`{"enable_thinking": false}`).
+        exactness (`bool`, *optional*, defaults to `False`):
+            Compare forwards over several tokens with forwards over one instead, module by module, outside and inside
+            [`row_invariant`]. Nothing is drafted.
     """
 
     target: str | None = field(default=None, metadata={"help": "Target, from the Hub or a folder."})
     drafter: str | None = field(default=None, metadata={"help": "Drafter, from the Hub or a folder."})
     data: list[str] | None = field(
         default=None,
-        metadata={"help": "JSON-lines files with `turns`, or names of the Hub; the first turn is the prompt."},
+        metadata={
+            "help": "Files or data sets as in `hf-falcon prepare`, or names of the Hub; the first turn is the prompt."
+        },
     )
     limit: int = field(default=6, metadata={"help": "Prompts of each file, from the start."})
     max_new_tokens: int = field(default=64, metadata={"help": "Tokens of an answer, at most."})
@@ -104,12 +131,20 @@ class DoctorArguments:
     chat_template: str | None = field(
         default=None, metadata={"help": "Jinja file with another chat template to compare with."}
     )
+    chat_template_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Variables of the chat template, as JSON: '{\"enable_thinking\": false}'."}
+    )
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
+    exactness: bool = field(
+        default=False,
+        metadata={"help": "Show instead which modules of the target compute other values for several tokens."},
+    )
     json: bool = field(default=False, metadata={"help": "Print the result as one JSON object, nothing else."})
 
     def __post_init__(self) -> None:
         at_least(self, 1, "limit", "max_new_tokens")
+        template_variables(self.chat_template_kwargs)
         if self.temperature is not None and not self.temperature > 0:
             raise ValueError(f"`temperature` is {self.temperature}; give a number above 0, or leave it out (greedy).")
         if self.chat_template is not None and not Path(self.chat_template).is_file():
@@ -150,7 +185,13 @@ def reference_of(folder: Path) -> Reference | None:
     return None
 
 
-def encode_with(tokenizer: PreTrainedTokenizerBase, prompt: str, template: str | None, device: torch.device) -> Inputs:
+def encode_with(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    template: str | None,
+    device: torch.device,
+    variables: dict[str, Any] | None = None,
+) -> Inputs:
     """As [`encode`], with another chat template; `None` is plain text."""
     if template is None:
         return dict(tokenizer(prompt, return_tensors="pt").to(device))
@@ -160,6 +201,7 @@ def encode_with(tokenizer: PreTrainedTokenizerBase, prompt: str, template: str |
         add_generation_prompt=True,
         return_dict=True,
         return_tensors="pt",
+        **(variables or {}),
     )
     return dict(inputs.to(device))
 
@@ -213,14 +255,25 @@ def templates_to_try(
     given: str | None,
     texts: list[str],
     device: torch.device,
+    variables: dict[str, Any] | None = None,
 ) -> tuple[list[Template], bool]:
     """
-    The templates that [`diagnose`] compares with.
+    The templates that [`diagnose`] compares with, and the template of the prompts with those variables that the
+    drafter was trained with, if these are others.
 
     Returns:
         `list[Template]`, and whether the drafter is known to have been trained with another template.
     """
     recorded = provenance.get("data", {})
+    variables = variables or {}
+    found = []
+    given_in_training = getattr(drafter.config, "chat_template_kwargs", None)
+    if tokenizer.chat_template is not None and other_variables(given_in_training, variables):
+        # The drafter's files are a stranger's.
+        with suppress(ValueError, TypeError, TemplateError):
+            trained_with = template_variables(given_in_training)
+            prompts = [encode(tokenizer, text, device, trained_with) for text in texts]
+            found.append(Template(f"`chat_template_kwargs` {short(trained_with)}", prompts, True))
     trained_target = drafter.config.target_name_or_path
     # A template is a program, and the drafter's own files are a stranger's.
     if trained_target is not None and _is_inside(trained_target, drafter.name_or_path):
@@ -230,17 +283,15 @@ def templates_to_try(
     digest = recorded.get("chat_template_sha256")
     is_other = is_known and digest != chat_template_sha256(tokenizer.chat_template)
     if is_known and not is_other:
-        return [], False
+        return found, False
     if is_known:
         # The one that it was trained with, if it is among them.
         others = {name: each for name, each in others.items() if chat_template_sha256(each) == digest} or others
     # Base models and some drafters are trained on plain text, but nothing suggests it.
-    return [
-        Template(
-            name, [encode_with(tokenizer, text, template, device) for text in texts], is_other or template is not None
-        )
-        for name, template in others.items()
-    ], is_other
+    for name, template in others.items():
+        prompts = [encode_with(tokenizer, text, template, device, variables) for text in texts]
+        found.append(Template(name, prompts, is_other or template is not None))
+    return found, is_other
 
 
 def sampling_temperature(target: PreTrainedModel, given: float | None) -> float | None:
@@ -312,10 +363,68 @@ def _filled(text: str, indent: str = "") -> str:
     return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
+def _without_drafter(arguments: DoctorArguments) -> int:
+    """Says what can draft for the target. Its weights are not loaded."""
+    name = str(arguments.target)
+    with source_named("target", name):
+        ways = at_hand(AutoConfig.from_pretrained(name), name)
+    if arguments.json:
+        print(json.dumps({"target": name, "drafter": None, "at_hand": ways}))
+    else:
+        print(f"No `drafter` is given. What can draft for {name} on this machine:\n")
+        print("\n".join(_filled(f"{way}: {text}", "   ") for way, text in ways.items()))
+    return 0
+
+
+def exactness_tables(found: list[Exactness]) -> str:
+    """Two tables: what differs in a forward, and which modules differ by themselves."""
+    forward = [["tokens", "form", "first module that differs", "share", "share of logits"]]
+    for each in found:
+        share = "0" if each.first is None else f"{each.modules.get(each.first, 0):.5f}"
+        form = "tree" if each.is_tree else "path"
+        forward.append([str(each.rows), form, each.first or "none", share, f"{each.logits:.5f}"])
+    sizes = sorted({each.rows for each in found})
+    kinds = {kind: None for each in found for kind in each.alone}
+    alone = [["by itself, with equal inputs; tokens:", *map(str, sizes)]]
+    for kind in kinds:
+        shares = [max(each.alone.get(kind, 0.0) for each in found if each.rows == size) for size in sizes]
+        alone.append([kind, *("0" if share == 0 else f"{share:.5f}" for share in shares)])
+    return f"{aligned(forward)}\n\n{aligned(alone)}"
+
+
+def show_exactness(arguments: DoctorArguments) -> int:
+    """`hf-falcon doctor --exactness`. Returns 1 if something differs everywhere, also inside [`row_invariant`]."""
+    device = resolve_device(arguments.device)
+    dtype = resolve_dtype(arguments.dtype, device)
+    target, tokenizer = load_target(arguments.target, dtype, device)
+    input_ids = encode(tokenizer, PROMPTS["code"][0], device)["input_ids"]
+    compared = {"as it is": compare_forwards(target, input_ids)}
+    if dtype != torch.float32 and unsupported_reason(target) is None:
+        with row_invariant(target):
+            compared["inside row_invariant"] = compare_forwards(target, input_ids)
+    names = {"target": target.name_or_path, "dtype": str(dtype).removeprefix("torch.")}
+    if arguments.json:
+        print(json.dumps({**names, **{name: [asdict(each) for each in found] for name, found in compared.items()}}))
+    else:
+        print(f"{names['target']}, {names['dtype']}: one forward over several tokens against forwards over one")
+        for name, found in compared.items():
+            print(f"\n{name}\n\n{exactness_tables(found)}")
+    return 0 if any(all(each.is_exact for each in found) for found in compared.values()) else 1
+
+
+def compare_forwards(target: PreTrainedModel, input_ids: torch.Tensor) -> list[Exactness]:
+    """[`exactness`] for paths and for trees."""
+    return [each for is_tree in (False, True) for each in exactness(target, input_ids, is_tree=is_tree)]
+
+
 def main(argv: list[str]) -> int:
     """Runs `hf-falcon doctor`. Returns 1 if nothing can be drafted at all."""
     parser = CommandParser(DoctorArguments, prog="hf-falcon doctor", description=__doc__)
     arguments = DoctorArguments(**vars(parser.parse_args(argv)))
+    if arguments.exactness:
+        return show_exactness(arguments)
+    if arguments.drafter is None and arguments.target not in (None, TARGET_NAME):
+        return _without_drafter(arguments)
     texts = PROMPTS
     if arguments.data:
         texts = {Path(path).stem: [turns[0] for turns in read_turns(path, arguments.limit)] for path in arguments.data}
@@ -326,16 +435,19 @@ def main(argv: list[str]) -> int:
     learnt = learnt_report(Path(name))
     if learnt is not None:
         name = str(learnt_drafter(Path(name)))
-    drafter = load_drafter(name, dtype, device)
+    drafter = load_network(name, dtype, device)
     provenance = provenance_of(name)
     all_texts = [text for each in texts.values() for text in each]
-    templates, is_other = templates_to_try(tokenizer, drafter, provenance, arguments.chat_template, all_texts, device)
-    everyday = [encode(tokenizer, text, device) for each in PROMPTS.values() for text in each]
+    variables = template_variables(arguments.chat_template_kwargs)
+    templates, is_other = templates_to_try(
+        tokenizer, drafter, provenance, arguments.chat_template, all_texts, device, variables
+    )
+    everyday = [encode(tokenizer, text, device, variables) for each in PROMPTS.values() for text in each]
     found = diagnose(
         Case(
             target,
             drafter,
-            {kind: [encode(tokenizer, text, device) for text in each] for kind, each in texts.items()},
+            {kind: [encode(tokenizer, text, device, variables) for text in each] for kind, each in texts.items()},
             lambda token: tokenizer.decode([token]),
             arguments.max_new_tokens,
             adapt_command(arguments.target, name),
@@ -346,6 +458,10 @@ def main(argv: list[str]) -> int:
         sampling_temperature(target, arguments.temperature),
         reference_of(Path(name)) if Path(name).is_dir() else None,
     )
+    if text := other_variables(getattr(drafter.config, "chat_template_kwargs", None), variables):
+        found.notes.append(
+            f"{text[0].upper()}{text[1:]}. Give the same ones, or train or adapt the drafter with yours."
+        )
     if arguments.json:
         models = {"target": target.name_or_path, "drafter": name, "dtype": str(dtype).removeprefix("torch.")}
         more = {} if learnt is None else {"learning": learnt}

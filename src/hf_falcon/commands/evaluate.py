@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from ..bench.divergence import first_divergence
 from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..core.draft_options import DraftOptions
+from ..cpu.row_invariant import row_invariant
+from ..training.chat_templates import template_variables
 from ..verdicts import verdict_of_prompt
-from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
+from .models import encode, load_drafter, load_target, note_other_variables, resolve_device, resolve_dtype
 from .run_arguments import CommandParser, at_least
 
 
@@ -29,18 +32,22 @@ class EvaluateArguments:
     > Parameters that control what is measured
 
     Args:
-        data (`list[str]`): JSON-lines files whose lines have `turns`, or `mt_bench`, `humaneval`, `gsm8k` of the Hub;
-            the first turn is the prompt.
+        data (`list[str]`): what `hf-falcon prepare` reads, or `mt_bench`, `humaneval`, `gsm8k` of the Hub; the first
+            turn is the prompt.
         target, drafter (`str`, *optional*): names or folders; those of the demo if left out.
         max_new_tokens (`int`, *optional*, defaults to 128): new tokens a prompt, at most.
         limit (`int`, *optional*): prompts of each file, from the start.
         check (`bool`, *optional*, defaults to `False`):
             also decode plainly, and report at which token, and by what gap of logits, outputs diverge from it.
+        chat_template_kwargs (`dict` or `str`, *optional*): variables of the chat template, or their JSON
+            (`{"enable_thinking": false}`).
+        row_invariant (`bool`, *optional*, defaults to `False`):
+            decode both ways inside [`row_invariant`], where in 16 bits on a CPU no output may diverge.
 
     > Parameters that control the drafting, in place of the drafter's own
 
     The result depends on the drafter and not on the machine: by default it drafts a tree of one size every round, and
-    prompt lookup is off.
+    prompt lookup is off, unless the drafter is "lookup".
 
     Args:
         num_assistant_tokens, num_draft_passes, draft_top_k, draft_width, draft_tree, assistant_confidence_threshold,
@@ -49,13 +56,18 @@ class EvaluateArguments:
     """
 
     data: list[str] = field(
-        metadata={"help": "JSON-lines files with `turns`, or names of the Hub; the first turn is the prompt."}
+        metadata={
+            "help": "Files or data sets as in `hf-falcon prepare`, or names of the Hub; the first turn is the prompt."
+        }
     )
     target: str | None = field(default=None, metadata={"help": "Target, from the Hub or a folder."})
     drafter: str | None = field(default=None, metadata={"help": "Drafter, from the Hub or a folder."})
     max_new_tokens: int = field(default=128, metadata={"help": "New tokens a prompt, at most."})
     limit: int | None = field(default=None, metadata={"help": "Prompts of each file."})
     check: bool = field(default=False, metadata={"help": "Also decode plainly, and report where outputs diverge."})
+    row_invariant: bool = field(
+        default=False, metadata={"help": "Decode where rows do not depend on their number: in 16 bits, on a CPU."}
+    )
     num_assistant_tokens: int | None = field(default=None, metadata={"help": "Node budget of a tree."})
     num_draft_passes: int | None = field(default=None, metadata={"help": "Draft passes a round, at most."})
     draft_top_k: int | None = field(default=None, metadata={"help": "Children of a node, at most; 1 is a chain."})
@@ -67,9 +79,14 @@ class EvaluateArguments:
     num_assistant_tokens_schedule: str = field(
         default="constant", metadata={"help": "'constant', or 'heuristic': the size that pays on this machine."}
     )
-    prompt_lookup_num_tokens: int = field(default=0, metadata={"help": "Tokens of prompt lookup, at most; 0 is off."})
+    prompt_lookup_num_tokens: int | None = field(
+        default=None, metadata={"help": "Tokens of prompt lookup, at most; by default 0, which is off."}
+    )
     context_bonuses: list[float] | None = field(
         default=None, metadata={"help": "Bonuses on the logits of tokens that the text repeats; 0 is off."}
+    )
+    chat_template_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Variables of the chat template, as JSON: '{\"enable_thinking\": false}'."}
     )
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
@@ -77,6 +94,7 @@ class EvaluateArguments:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "limit", "max_new_tokens", "num_assistant_tokens")
+        template_variables(self.chat_template_kwargs)
         if self.context_bonuses == [0]:
             self.context_bonuses = []
 
@@ -94,7 +112,7 @@ def measure_acceptance(
     near_ties = 0
     divergences: list[dict[str, Any]] = []
     for number, prompt in enumerate(tqdm(prompts, unit="prompt", leave=False)):
-        inputs = encode(tokenizer, prompt, target.device)
+        inputs = encode(tokenizer, prompt, target.device, template_variables(arguments.chat_template_kwargs))
         options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
         output = target.generate(**inputs, **options, assistant_model=drafter, return_dict_in_generate=True)
         found = output.draft_statistics
@@ -150,7 +168,9 @@ def table(results: dict[str, dict[str, Any]]) -> str:
 
 
 def main(argv: list[str]) -> int:
-    """Runs `hf-falcon evaluate`. With `--check` in float32, returns 1 if any output differs."""
+    """
+    Runs `hf-falcon evaluate`. With `--check` in float32, or with `--row_invariant`, returns 1 if any output differs.
+    """
     parser = CommandParser(EvaluateArguments, prog="hf-falcon evaluate", description=__doc__)
     arguments = EvaluateArguments(**vars(parser.parse_args(argv)))
     files = {path: [turns[0] for turns in read_turns(path, arguments.limit)] for path in arguments.data}
@@ -158,16 +178,20 @@ def main(argv: list[str]) -> int:
     dtype = resolve_dtype(arguments.dtype, device)
     target, tokenizer = load_target(arguments.target, dtype, device)
     drafter = load_drafter(arguments.drafter, dtype, device)
+    note_other_variables(drafter, template_variables(arguments.chat_template_kwargs))
+    if arguments.prompt_lookup_num_tokens is None and drafter.max_draft_passes != 0:
+        arguments.prompt_lookup_num_tokens = 0
     for option in fields(DraftOptions):
         # Some options are not arguments: `verification` has no meaning in greedy decoding.
         value = getattr(arguments, option.name, None)
         if value is not None:
             setattr(drafter.generation_config, option.name, value)
     options = DraftOptions.from_generation_config(drafter.generation_config)
-    results = {
-        Path(path).stem: measure_acceptance(target, drafter, tokenizer, prompts, arguments)
-        for path, prompts in files.items()
-    }
+    with row_invariant(target) if arguments.row_invariant else nullcontext():
+        results = {
+            Path(path).stem: measure_acceptance(target, drafter, tokenizer, prompts, arguments)
+            for path, prompts in files.items()
+        }
     if arguments.json:
         print(json.dumps({"dtype": str(dtype).removeprefix("torch."), "options": vars(options), "data": results}))
     else:
@@ -177,11 +201,15 @@ def main(argv: list[str]) -> int:
         )
         print(table(results))
         print("tokens/round: tau + 1, the acceptance length. tau: accepted draft tokens a round; alpha: their share.")
-        if dtype != torch.float32 and any(result.get("divergences") for result in results.values()):
-            print("Rounding decides between tokens that are almost equally likely. In float32 no output may diverge.")
+        is_exact = dtype == torch.float32 or arguments.row_invariant
+        if not is_exact and any(result.get("divergences") for result in results.values()):
+            print(
+                "Rounding decides between tokens that are almost equally likely. With --row_invariant, "
+                "and in float32, no output may diverge."
+            )
         for name, result in results.items():
             for each in result.get("divergences", ()):
                 gap = "one of the outputs ends" if each["gap"] is None else f"logit gap {each['gap']:.3g}"
                 print(f"{name}, prompt {each['prompt']}: diverges from plain decoding at token {each['token']}, {gap}")
     differs = arguments.check and any(result["identical"] < result["prompts"] for result in results.values())
-    return 1 if differs and dtype == torch.float32 else 0
+    return 1 if differs and (dtype == torch.float32 or arguments.row_invariant) else 0

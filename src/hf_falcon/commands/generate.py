@@ -16,7 +16,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer,
 from ..core.draft_statistics import DraftStatistics
 from ..cpu.compiling import compile_rounds
 from ..cpu.packing import pack_weights
-from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
+from ..drafters.lookup_drafter import file_tokens
+from ..lookup import LookupMemory
+from ..training.chat_templates import template_variables
+from .models import encode, load_drafter, load_target, note_other_variables, resolve_device, resolve_dtype
 from .run_arguments import CommandParser, at_least
 
 
@@ -29,7 +32,10 @@ class ModelArguments:
     )
     drafter: str | None = field(
         default=None,
-        metadata={"help": "Drafter, from the Hub or a folder. By default the one for SmolLM2-135M-Instruct."},
+        metadata={
+            "help": "Drafter, from the Hub or a folder; `lookup` is prompt lookup alone, for any target. By default "
+            "the one for SmolLM2-135M-Instruct."
+        },
     )
     plain: bool = field(default=False, metadata={"help": "Decode without the drafter."})
     dtype: str = field(
@@ -73,10 +79,14 @@ class DecodingArguments(ModelArguments):
         default=None, metadata={"help": "Sample from the most probable tokens that have this probability together."}
     )
     seed: int | None = field(default=None, metadata={"help": "Seed of sampling."})
+    chat_template_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Variables of the chat template, as JSON: '{\"enable_thinking\": false}'."}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         at_least(self, 1, "max_new_tokens")
+        self.chat_template_kwargs = self.variables = template_variables(self.chat_template_kwargs)
         check_sampling(self.temperature, self.top_p)
         if self.temperature == 0 and (self.do_sample or self.top_p is not None):
             raise ValueError(
@@ -86,6 +96,12 @@ class DecodingArguments(ModelArguments):
         self.do_sample = self.do_sample or bool(self.temperature) or self.top_p is not None
         if self.seed is not None:
             set_seed(self.seed)
+
+    def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, PreTrainedModel | None]:
+        """See [`ModelArguments.load`]; says where the drafter was trained with other `chat_template_kwargs`."""
+        target, tokenizer, drafter = super().load()
+        note_other_variables(drafter, self.variables)
+        return target, tokenizer, drafter
 
     def options(self) -> dict[str, Any]:
         """The keyword arguments of `generate`."""
@@ -114,6 +130,14 @@ class GenerateArguments(DecodingArguments):
     """Arguments of `hf-falcon generate`; `help` describes each."""
 
     prompt: str = field(default="", metadata={"help": "Text to answer or continue; read from stdin if left out."})
+    lookup_text: list[str] = field(
+        default_factory=list, metadata={"help": "Text files whose words are drafted where the answer repeats them."}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lookup_text and self.plain:
+            raise ValueError("`lookup_text` is for drafts, and with `plain` there are none: leave one of the two out.")
 
 
 class _Writer(TextStreamer):
@@ -222,8 +246,13 @@ def main(argv: list[str]) -> int:
     if not prompt.strip():
         raise ValueError("`prompt` is empty: give `--prompt TEXT`, or a text on stdin.")
     target, tokenizer, drafter = arguments.load()
+    texts = [tokens for file in arguments.lookup_text if (tokens := file_tokens(file, tokenizer))]
+    if drafter is not None and texts:
+        drafter.lookup_memory = LookupMemory(sum(map(len, texts)))
+        for tokens in texts:
+            drafter.lookup_memory.add(tokens)
     reply = Reply(target, drafter, tokenizer, show)
-    inputs, status, stopped = encode(tokenizer, prompt, target.device), 0, ""
+    inputs, status, stopped = encode(tokenizer, prompt, target.device, arguments.variables), 0, ""
     try:
         reply.run(inputs, arguments.options())
     except KeyboardInterrupt:

@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
 `hf-falcon info REPOSITORY`: describes a drafter from its configuration, its card and the headers of its weight files,
-without downloading weights.
+without downloading weights; of a language model, which can be a target, it also says what can draft for it here.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import EntryNotFoundError
+from transformers import AutoConfig
 from transformers import initialization as init
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
@@ -26,11 +27,15 @@ from ..core.drafter import FalconDraftModel
 from ..drafters.auto import drafter_class
 from ..drafters.checkpoints import read_fields
 from ..drafters.files import pinned, stored_tensors
+from ..drafters.language_model import CausalLMDrafter
+from ..drafters.lookup_drafter import LOOKUP
+from .at_hand import at_hand
 from .card import read_card, tau_of
 from .run_arguments import CommandParser
 
 # The methods' names, by `speculators_model_type`.
 _METHODS = {"eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
+_LANGUAGE_MODEL = "language model"
 _LAYOUTS = {"hf_falcon": "", "original": ", original layout", "speculators": ", layout of the package speculators"}
 # Of each tensor of a checkpoint its dtype, in the words of safetensors, and its shape.
 Headers = dict[str, tuple[str, tuple[int, ...]]]
@@ -73,7 +78,9 @@ def describe(repository: str, revision: str | None = None) -> dict[str, Any]:
             card = read_card(Path(HfApi().hf_hub_download(repository, "README.md", revision=commit)))
         except EntryNotFoundError:
             card = None
-    if issubclass(kind, FalconDraftModel):
+    if issubclass(kind, CausalLMDrafter):
+        about = _of_language_model(fields, _headers(repository, _weight_files(sizes), commit))
+    elif issubclass(kind, FalconDraftModel):
         about = _of_falcon(FalconDraftConfig.from_pretrained(repository, revision=revision))
     else:
         about = _of_another(kind, fields, _headers(repository, _weight_files(sizes), commit))
@@ -98,6 +105,20 @@ def _of_falcon(config: FalconDraftConfig) -> dict[str, Any]:
         "draft_vocab_size": config.draft_vocab_size,
         "feature_layers": config.feature_layers,
         "parameters": parameters,
+    }
+
+
+def _of_language_model(fields: dict[str, Any], headers: Headers) -> dict[str, Any]:
+    return {
+        "method": _LANGUAGE_MODEL,
+        "layout": "hf_falcon",
+        "target": None,
+        "target_model_type": None,
+        "k": 1,
+        "vocab_size": fields.get("vocab_size") or (fields.get("text_config") or {}).get("vocab_size") or 0,
+        "draft_vocab_size": None,
+        "feature_layers": [],
+        "parameters": sum(math.prod(shape) for _, shape in headers.values()) if headers else None,
     }
 
 
@@ -154,7 +175,14 @@ def main(argv: list[str]) -> int:
     found = vars(parser.parse_args(argv))
     repository = found.pop("repository")
     arguments = InfoArguments(**found)
+    if repository == LOOKUP:
+        raise ValueError(
+            '"lookup" is prompt lookup alone: it has no files, and is for any target. A folder is "./lookup".'
+        )
     info = describe(repository, arguments.revision)
+    if info["method"] == _LANGUAGE_MODEL:
+        revision = pinned(repository, revision=arguments.revision)["revision"]
+        info["at_hand"] = at_hand(AutoConfig.from_pretrained(repository, revision=revision), repository)
     if arguments.json:
         print(json.dumps(info))
         return 0
@@ -166,13 +194,17 @@ def main(argv: list[str]) -> int:
         "target": f"{info['target'] or 'not named'} ({info['target_model_type'] or 'of any kind'})",
         "k": f"{info['k']} (tokens that one pass drafts)",
         "vocabulary": f"drafts {drafted} of {info['vocab_size']:,} tokens",
-        "reads": _read(info["feature_layers"]),
+        "reads": "the text alone" if info["method"] == _LANGUAGE_MODEL else _read(info["feature_layers"]),
         "size": f"{size}{info['bytes'] / 1e6:,.1f} MB",
         "tau": tau,
         "license": info["license"] or "not in the card",
     }
     for name, text in rows.items():
         print(f"{name:<12}{text}")
+    if "at_hand" in info:
+        print("\nAs a target, what can draft for it here:")
+        for name, text in info["at_hand"].items():
+            print(f"{name:<15}{text}")
     return 0
 
 

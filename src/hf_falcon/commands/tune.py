@@ -14,8 +14,9 @@ from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..bench.tuning import fastest_count, picture, tune
 from ..cpu.packing import pack_weights
+from ..training.chat_templates import template_variables
 from ..training.token_file import write_atomically
-from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
+from .models import encode, load_network, load_target, note_other_variables, resolve_device, resolve_dtype
 from .run_arguments import CommandParser, at_least
 
 _PROMPTS = ["Why is the sky blue?", "Write a Python function that merges two sorted lists.", "What is 17 * 23 + 4?"]
@@ -28,10 +29,12 @@ class TuneArguments:
 
     Args:
         target, drafter (`str`, *optional*): names or folders; the models of the demo if left out.
-        data (`list[str]`, *optional*): JSON-lines files with `turns`, whose answers are drafted; three built-in
-            prompts if left out.
+        data (`list[str]`, *optional*): files as `hf-falcon prepare` reads them, whose answers are drafted; three
+            built-in prompts if left out.
         limit (`int`, *optional*, defaults to 3): prompts of each file, from the start.
         max_new_tokens (`int`, *optional*, defaults to 64): tokens of an answer, at most.
+        chat_template_kwargs (`dict` or `str`, *optional*): variables of the chat template, or their JSON
+            (`{"enable_thinking": false}`).
         context (`int`, *optional*, defaults to 256): tokens before the round that is timed.
         seconds (`float`, *optional*, defaults to 20): seconds for which the target is timed.
         pack (`bool`, *optional*, defaults to `False`): pack the weights of both models first.
@@ -41,18 +44,22 @@ class TuneArguments:
 
     target: str | None = field(default=None, metadata={"help": "Target, from the Hub or a folder."})
     drafter: str | None = field(default=None, metadata={"help": "Drafter, from the Hub or a folder."})
-    data: list[str] | None = field(default=None, metadata={"help": "JSON-lines files with `turns`."})
+    data: list[str] | None = field(default=None, metadata={"help": "Files or data sets as in `hf-falcon prepare`."})
     limit: int = field(default=3, metadata={"help": "Prompts of each file, from the start."})
     max_new_tokens: int = field(default=64, metadata={"help": "Tokens of an answer, at most."})
     context: int = field(default=256, metadata={"help": "Tokens before the round that is timed."})
     seconds: float = field(default=20.0, metadata={"help": "Seconds for which the target is timed."})
     pack: bool = field(default=False, metadata={"help": "Pack the weights of both models first (`pack_weights`)."})
+    chat_template_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Variables of the chat template, as JSON: '{\"enable_thinking\": false}'."}
+    )
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
     output: str | None = field(default=None, metadata={"help": "Folder of tune.json and tune.png."})
 
     def __post_init__(self) -> None:
         at_least(self, 1, "limit", "max_new_tokens", "context")
+        template_variables(self.chat_template_kwargs)
         if not self.seconds > 0:
             raise ValueError(f"`seconds` is {self.seconds}; give a number above 0.")
 
@@ -67,11 +74,13 @@ def main(argv: list[str]) -> int:
     device = resolve_device(arguments.device)
     dtype = resolve_dtype(arguments.dtype, device)
     target, tokenizer = load_target(arguments.target, dtype, device)
-    drafter = load_drafter(arguments.drafter, dtype, device)
+    drafter = load_network(arguments.drafter, dtype, device)
     if arguments.pack:
         pack_weights(target)
         pack_weights(drafter)
-    prompts = [encode(tokenizer, text, device) for text in texts]
+    variables = template_variables(arguments.chat_template_kwargs)
+    note_other_variables(drafter, variables)
+    prompts = [encode(tokenizer, text, device, variables) for text in texts]
     found = tune(target, drafter, prompts, arguments.context, arguments.max_new_tokens, arguments.seconds)
 
     times = found.seconds

@@ -9,9 +9,9 @@ draft passes that it allows. `update` takes the outcome. interfaces.py says what
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from .costs import Stopwatch
 from .draft_options import DraftOptions
-from .interfaces import DraftedBlocks, Drafter, DraftHead, drafter_acceleration, needed_part
+from .interfaces import DraftedBlocks, Drafter, DraftHead, drafter_acceleration, needed_part, part
 from .policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, PlainPolicy, RoundOutcome, RoundTime
 from .target_parts import FeatureTap
 from .tree import (
@@ -32,73 +32,12 @@ from .tree import (
     to_device,
 )
 
-# Lengths of the context's ends that are looked up, the longest first: a longer match is more often right.
-_LENGTHS = (8, 5, 4, 3, 2)
-# Tokens that a match is compared with, at most.
-_LONGEST_MATCH = 32
 # Tokens of a sequence that repetitions are looked for in, and tokens that a draft vocabulary is extended by, at most.
 _CONTEXT_TOKENS, _EXTRA_TOKENS = 4096, 1024
 # Positions whose features wait for the drafter, at most, while nothing is drafted.
 _MOST_UNCOMMITTED = 1024
 # Positions that a round adds, at most, or few more.
 _ROWS_OF_A_ROUND = 16
-
-
-class LookupMatch(NamedTuple):
-    """
-    What prompt lookup found.
-
-    Args:
-        token_ids (`list[int]`): the tokens that followed the earlier occurrence; empty without one.
-        matched (`int`): tokens at the end of the context that are equal to the earlier ones.
-    """
-
-    token_ids: list[int]
-    matched: int
-
-
-class PromptLookup:
-    """
-    Prompt lookup: if the latest tokens occurred earlier in the context, the tokens that followed them are a candidate
-    (prompt lookup decoding; REST). A token costs the same at any length of the context.
-    """
-
-    def __init__(self) -> None:
-        self._tokens: list[int] = []
-        # The place behind the last occurrence of every run.
-        self._places: dict[tuple[int, ...], int] = {}
-        # The place behind the earlier occurrence of the longest run that ends the context.
-        self._place: int | None = None
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def extend(self, token_ids: Iterable[int]) -> None:
-        """Adds the context's next tokens."""
-        for token in token_ids:
-            self._tokens.append(token)
-            end, self._place = len(self._tokens), None
-            for length in _LENGTHS:
-                if length <= end:
-                    run = tuple(self._tokens[end - length :])
-                    if self._place is None:
-                        self._place = self._places.get(run)
-                    self._places[run] = end
-
-    def find(self, limit: int) -> LookupMatch:
-        """The tokens that followed the earlier occurrence of the context's end: `limit` tokens at most."""
-        place, end = self._place, len(self._tokens)
-        if place is None or limit < 1:
-            return LookupMatch([], 0)
-        matched = 0
-        while (
-            matched < min(place, _LONGEST_MATCH)
-            and self._tokens[place - 1 - matched] == self._tokens[end - 1 - matched]
-        ):
-            matched += 1
-        # A text that repeats itself is expected to go on so: behind its end the tokens are read from the repetition's
-        # start.
-        return LookupMatch([self._tokens[place + offset % (end - place)] for offset in range(limit)], matched)
 
 
 class ContextHead:
@@ -230,7 +169,8 @@ class ContextHead:
 
 def limited_options(options: DraftOptions, drafter: Drafter, target: PreTrainedModel) -> DraftOptions:
     """
-    `options`, with no more draft passes than the drafter can run; see [`Drafter`].
+    `options`, with no more draft passes than the drafter can run; see [`Drafter`]. Without any pass there is no other
+    tree than a dynamic one, whose tokens are looked up, and nothing to draw from.
 
     Raises:
         `ValueError`: see [`DraftOptions.check_round`].
@@ -238,6 +178,8 @@ def limited_options(options: DraftOptions, drafter: Drafter, target: PreTrainedM
     most = drafter.max_draft_passes
     if most is not None:
         options = replace(options, num_draft_passes=min(options.num_draft_passes, most))
+    if options.num_draft_passes == 0:
+        options = replace(options, draft_tree="dynamic", verification="exact")
     options.check_round(drafter.config.block_size, target.config.get_text_config(decoder=True).vocab_size)
     return options
 
@@ -283,6 +225,8 @@ class FalconCandidateGenerator(CandidateGenerator):
             self.head, self.options.context_bonuses, self._vocab_size, drafter.device, drafter.config.block_size
         )
         self._tap = FeatureTap(target, drafter.config.feature_layers)
+        # A drafter that reads no features reads the whole text, which needs no memory while it waits.
+        self._reads_text = drafter.config.feature_layers is None
         self._block_size: int = drafter.config.block_size
         self._device = drafter.device
         self._tree = self._build_tree()
@@ -298,9 +242,10 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._uncommitted: list[Tensor] = []
         self._prompt_embeds: Tensor | None = None
         self._padding = 0
-        self._lookup: PromptLookup | None = None
-        # The round that runs.
-        self._match = LookupMatch([], 0)
+        # What looks up how the sequence goes on, and the tokens of the sequence that it knows.
+        self._lookup, self._known_tokens = None, 0
+        # The round that runs, and what was looked up for it.
+        self._found: Any = None
         self._decision = DraftDecision()
         self._checks: list[PassCheck] = []
         self._watch = Stopwatch(self._device)
@@ -335,12 +280,13 @@ class FalconCandidateGenerator(CandidateGenerator):
             prompt_embeds (`torch.Tensor`, *optional*): see `commit`.
         """
         self.policy, self.is_late = policy, is_late
-        self._uncommitted = [features]
+        self._uncommitted = [features] if self.options.num_draft_passes else []
         self._first_position = first_position
         self._padding = padding
         self._prompt_embeds = prompt_embeds
         if self.options.draft_tree == "dynamic" and self.options.prompt_lookup_num_tokens > 0:
-            self._lookup = PromptLookup()
+            make = part("lookup")
+            self._lookup = None if make is None else make(self.drafter, self.target)
 
     def propose(self, input_ids: Tensor, max_depth: int) -> DraftTree:
         """
@@ -369,19 +315,22 @@ class FalconCandidateGenerator(CandidateGenerator):
         Returns:
             The round. After `complete`, its `finish` makes the [`DraftTree`].
         """
-        self._read_context(input_ids)
-        self._match = self._look_up(input_ids, max_depth)
-        self._decision = decision = self.policy.decide(self._match.matched, len(self._match.token_ids))
+        if self.options.num_draft_passes:
+            self._read_context(input_ids)
+        self._found = self._look_up(input_ids, max_depth)
+        self._decision = decision = self.policy.decide(0.0 if self._found is None else self._found.probability)
         self._checks, self._passes, self._drafts = [], 0, False
-        drafts, self._watch = decision.draft and max_depth > 0, Stopwatch(self._device)
+        drafts = decision.draft and min(max_depth, self.options.num_draft_passes) > 0
+        self._watch = Stopwatch(self._device)
         self._rows, self._new_rows = rows, 0
         waiting = sum(each.shape[1] for each in self._uncommitted)
-        if waiting and (drafts or (waiting > _MOST_UNCOMMITTED and self._next_position is not None)):
+        is_full = waiting > _MOST_UNCOMMITTED and not self._reads_text
+        if waiting and (drafts or (is_full and self._next_position is not None)):
             self._new_rows = waiting
             [features, *more], self._uncommitted = self._uncommitted, []
             features = torch.cat((features, *more), dim=1) if more else features
-            self.commit(features, input_ids[:, -waiting:], self._first_position, self._prompt_embeds)
-        elif self._next_position is None:
+            self.commit(features, self.new_tokens(input_ids, waiting), self._first_position, self._prompt_embeds)
+        elif self._next_position is None and not self._reads_text:
             self._drop_oldest(waiting, 0 if isinstance(self.policy, PlainPolicy) else _MOST_UNCOMMITTED)
         self._watch.lap()
         tree_round = self._tree.start(max_depth)
@@ -402,7 +351,7 @@ class FalconCandidateGenerator(CandidateGenerator):
 
     def complete(self, tree_round: Any) -> None:
         """
-        Brings a round to the host, and adds the path of prompt lookup.
+        Brings a round to the host, and adds what was looked up.
 
         Args:
             tree_round: the round that `draft` returned.
@@ -414,9 +363,8 @@ class FalconCandidateGenerator(CandidateGenerator):
                 for depth in range(self._block_size, tree_round.depth + 1, self._block_size):
                     check = self._decision.check_pass(tree_round.paths(depth), tree_round.best(depth))
                     self._checks.append(check)
-            if self._decision.lookup_log_probs:
-                log_probs = torch.tensor(self._decision.lookup_log_probs, device="cpu")
-                tree_round.add_path(torch.tensor(self._match.token_ids, device="cpu"), log_probs)
+            if self._decision.likely > 0.0:
+                tree_round.add_nodes(*self._found)
 
     def expected_gain(self, log_probs: Tensor) -> Tensor:
         """The gain of verifying nodes with these `log_probs` in the round; see [`DraftDecision.expected_gain`]."""
@@ -444,16 +392,10 @@ class FalconCandidateGenerator(CandidateGenerator):
             watch ([`Stopwatch`]): its lap is the target's forward.
             nodes (`int`, *optional*): nodes that the target ran for the sequence; defaults to the size of the tree.
         """
-        self._uncommitted.append(features)
+        if self.options.num_draft_passes:
+            self._uncommitted.append(features)
         time = self._round_time(watch, nodes or len(tree))
-        hits: list[bool] = []
-        if self._match.token_ids:
-            emitted = input_ids[0, input_ids.shape[1] - path.shape[0] :].tolist()
-            for found, true in zip(self._match.token_ids, emitted):
-                hits.append(found == true)
-                if found != true:
-                    break
-        self.policy.update(RoundOutcome(self._decision, tree, path, accepted, hits, self._checks, time))
+        self.policy.update(RoundOutcome(self._decision, tree, path, accepted, self._checks, time))
 
     def _round_time(self, watch: Stopwatch, nodes: int) -> RoundTime:
         """The times of the round that are known: the device may still work, and is not waited for."""
@@ -481,6 +423,20 @@ class FalconCandidateGenerator(CandidateGenerator):
         next_token_ids = to_device(self._known(next_token_ids), self._device)
         self._block = self.session.commit(features, next_token_ids, first_position, prompt_embeds)
 
+    def new_tokens(self, input_ids: Tensor, new: int) -> Tensor:
+        """
+        The tokens of a commit.
+
+        Args:
+            input_ids (`torch.LongTensor` of shape `(1, length)`): the text up to the last of them.
+            new (`int`): new positions.
+
+        Returns:
+            `torch.LongTensor` of shape `(1, new)`; or the whole text, at first, for a drafter that reads it alone.
+        """
+        is_whole = self._reads_text and self._next_position is None
+        return input_ids[:, self._padding if is_whole else input_ids.shape[1] - new :]
+
     def get_candidates(self, input_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         """
         The protocol of transformers' own assisted decoding: the prompt, followed by the tree's most probable path.
@@ -493,13 +449,13 @@ class FalconCandidateGenerator(CandidateGenerator):
             `torch.LongTensor` of shape `(1, length + drafted)`, and `None`: without draft logits transformers accepts
             a candidate when the target chooses the same token, which is lossless.
         """
-        if self._tap.is_empty:
+        if self._tap.is_empty or not self.options.num_draft_passes:
             return input_ids, None
         features, length = self._tap.take(), input_ids.shape[1]
         # The newest token has no feature yet. The last forward scored the accepted positions first.
         known = length - 1
         new = features.shape[1] if self._next_position is None else known - self._next_position
-        self.commit(features[:, :new], input_ids[:, length - new :], first_position=known - new)
+        self.commit(features[:, :new], self.new_tokens(input_ids, new), first_position=known - new)
         tree = self.propose(input_ids, self.max_depth)
         leaf = tree.depths.argmax()
         chain = tree.token_ids[tree.visible[leaf]][1:]
@@ -519,11 +475,13 @@ class FalconCandidateGenerator(CandidateGenerator):
         self.context.extend(self._known(input_ids[0, self._padding + len(self.context) :]).cpu())
         self._latest = self.context.latest()
 
-    def _look_up(self, input_ids: Tensor, max_depth: int) -> LookupMatch:
+    def _look_up(self, input_ids: Tensor, max_depth: int) -> Any:
         if self._lookup is None:
-            return LookupMatch([], 0)
-        self._lookup.extend(self._known(input_ids[0, self._padding + len(self._lookup) :]).tolist())
-        return self._lookup.find(min(self.options.prompt_lookup_num_tokens, max_depth))
+            return None
+        new = self._known(input_ids[0, self._padding + self._known_tokens :]).tolist()
+        self._known_tokens += len(new)
+        self._lookup.extend(new)
+        return self._lookup.find(self.options.prompt_lookup_num_tokens, max_depth)
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """Token ids within the vocabulary: the placeholders of an image may have others."""

@@ -131,7 +131,9 @@ def assisted_decoding(
     make_batch = Batch if input_ids.shape[0] == 1 else part("batches")
     batch = make_batch(input_ids, logits_processor, stopping_criteria, generation_config, streamer)
     make_run = TargetRun if verdict.way == TREES else part("chains")
-    run = make_run(target, input_ids, generation_config, model_kwargs, drafter.config.feature_layers)
+    # Only draft passes read features.
+    layers = drafter.config.feature_layers if options.num_draft_passes else None
+    run = make_run(target, input_ids, generation_config, model_kwargs, layers)
     run.observer = observer
     cache_is_returned = generation_config.return_dict_in_generate or is_user_defined(run.cache)
     try:

@@ -15,7 +15,7 @@ from .hook import call_settings, default_generation_params
 # Larger values never pay. They come from a damaged or a hostile file, and would take all memory.
 _RANGES = {
     "num_assistant_tokens": (1, 4096),
-    "num_draft_passes": (1, 64),
+    "num_draft_passes": (0, 64),
     "draft_top_k": (1, 256),
     "draft_width": (1, 128),
     "prompt_lookup_num_tokens": (0, 4096),
@@ -50,7 +50,8 @@ class DraftOptions:
             It needs a dynamic tree; with other trees it is the same as "constant". "constant": each round drafts
             `num_assistant_tokens` tokens, and `assistant_confidence_threshold` limits the draft passes.
         num_draft_passes (`int`, *optional*, defaults to 6):
-            The largest number of draft passes in a round. Each pass goes `block_size` tokens deeper.
+            The largest number of draft passes in a round. Each pass goes `block_size` tokens deeper. With 0, prompt
+            lookup alone proposes tokens.
         draft_top_k (`int`, *optional*, defaults to 8):
             The number of candidates for the children of one node.
         draft_width (`int`, *optional*, defaults to 6):
@@ -63,7 +64,8 @@ class DraftOptions:
             probability. With 0, and on a device other than a CPU, all passes run.
         prompt_lookup_num_tokens (`int`, *optional*, defaults to 32):
             The largest number of prompt lookup tokens in a dynamic tree: if the latest tokens occurred earlier, the
-            tokens that followed them are added to the tree. They count as nodes. 0 turns prompt lookup off.
+            tokens that followed them are added to the tree. They count as nodes. 0 turns prompt lookup off, and so
+            does code from the Hub, without the package.
         context_bonuses (`list[float]`, *optional*, defaults to `()`):
             What is added to the drafter's logit of a token that occurred earlier in the sequence, if the token
             followed the latest 0, 1, 2, ... tokens there, too; the last number is also for more tokens. With any, a

@@ -39,6 +39,8 @@ class DraftModel(PreTrainedModel):
     draft_option_names = tuple(field.name for field in fields(DraftOptions))
     # See [`Drafter`].
     max_draft_passes: int | None = None
+    # Whether it reads the `tokenizer` and the `assistant_tokenizer` of a call.
+    reads_tokenizers = False
 
     _supports_logits_to_keep = read_logits_to_keep
 
@@ -70,12 +72,15 @@ class DraftModel(PreTrainedModel):
 
         Args:
             target ([`PreTrainedModel`]): the target, whose `generate` was called.
-            args, kwargs: the arguments of [`~decoding.assisted_decoding`], which `generate` prepared.
+            args, kwargs:
+                The arguments of [`~decoding.assisted_decoding`], which `generate` prepared, and the call's tokenizers.
 
         Returns:
             `torch.LongTensor` of shape `(batch, length)`, or a [`FalconGenerateOutput`] with
             `return_dict_in_generate=True`.
         """
+        for name in ("tokenizer", "assistant_tokenizer"):
+            kwargs.pop(name, None)
         observe = part("learning")
         with nullcontext() if observe is None else observe(self, target) as observer:
             return assisted_decoding(target, self, *args, observer=observer, **kwargs)

@@ -11,11 +11,11 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-import torch
 import transformers
 from torch import Tensor
 from transformers import (
@@ -198,8 +198,9 @@ def _wrap_assisted_decoding(stock: Callable[..., Any]) -> Callable[..., Any]:
     def assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
         assistant: Any = kwargs.get("assistant_model")
         if not is_drafter(assistant):
-            return stock(self, *args, **kwargs)
-        for name in ("assistant_model", "assistant_tokenizer", "tokenizer", "inputs_tensor"):
+            with _naming_ours(assistant):
+                return stock(self, *args, **kwargs)
+        for name in ("assistant_model", "inputs_tensor"):
             kwargs.pop(name, None)
         settings, config = _settings_of_call.get(), kwargs.get("generation_config")
         if settings is not None and config is not None:
@@ -224,12 +225,26 @@ def _wrap_validate_generation_mode(stock: Callable[..., Any]) -> Callable[..., A
         if mode == GenerationMode.ASSISTED_GENERATION and is_drafter(kwargs.get("assistant_model")):
             mode = GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
             # The drafter's own check of its target has the better error. transformers still refuses an
-            # `assistant_tokenizer`.
-            if "assistant_tokenizer" not in kwargs:
+            # `assistant_tokenizer` that no drafter would read.
+            if "assistant_tokenizer" not in kwargs or getattr(kwargs["assistant_model"], "reads_tokenizers", False):
                 kwargs = {name: value for name, value in kwargs.items() if name != "assistant_model"}
-        stock(self, mode, config, kwargs)
+        with _naming_ours(kwargs.get("assistant_model")):
+            stock(self, mode, config, kwargs)
 
     return validate
+
+
+@contextmanager
+def _naming_ours(assistant: Any) -> Iterator[None]:
+    """Inside, transformers may refuse a language model as the assistant: its error then names the drafter that can."""
+    try:
+        yield
+    except ValueError as error:
+        refusal = str(error)
+        if not isinstance(assistant, PreTrainedModel) or is_drafter(assistant) or "assisted gen" not in refusal:
+            raise
+        remedy = "`assistant_model=hf_falcon.CausalLMDrafter(assistant_model)` takes this call."
+        raise ValueError(f"{refusal.rstrip('`.')}. {remedy}") from error
 
 
 _WRAPPERS = {
@@ -320,17 +335,6 @@ def default_generation_params() -> dict[str, Any]:
     """
     method = getattr(GenerationConfig, "_get_default_generation_params", None)
     return {} if method is None else method()
-
-
-def pad_token(generation_config: GenerationConfig) -> Tensor | None:
-    """
-    The token that fills up the rows of a batch that ended early, as `generate` prepared it. If transformers does not
-    prepare it under this name, it is the field `pad_token_id`.
-    """
-    prepared = getattr(generation_config, "_pad_token_tensor", None)
-    if prepared is None and generation_config.pad_token_id is not None:
-        return torch.tensor(generation_config.pad_token_id, device="cpu")
-    return prepared
 
 
 def is_user_defined(cache: Cache) -> bool:

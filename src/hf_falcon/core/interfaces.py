@@ -97,8 +97,9 @@ class DraftSession(Protocol):
         Args:
             features (`torch.Tensor` of shape `(1, new, (1 + feature_layers) * target_hidden_size)`):
                 The target's features of the new positions: its last hidden state, after the final norm, followed by
-                the outputs of the layers `drafter.config.feature_layers`.
-            next_token_ids (`torch.LongTensor` of shape `(1, new)`): the token after each of these positions.
+                the outputs of the layers `drafter.config.feature_layers`. If these are `None`, features are empty.
+            next_token_ids (`torch.LongTensor` of shape `(1, new)`):
+                The token after each of these positions. If the features are empty, the first call gets the whole text.
             first_position (`int`, *optional*, defaults to 0):
                 Position of the first feature of all; counts in the first call only.
             prompt_embeds (`torch.Tensor` of shape `(1, length, hidden_size)`, *optional*):
@@ -144,12 +145,13 @@ class Drafter(Protocol):
 
     Attributes:
         config: has `block_size` (tokens that a pass proposes), `feature_layers` (layers of the target whose outputs
-            it reads, counted from 0; -1 is the input of the first), `target_name_or_path` and `target_fingerprint`.
+            it reads, counted from 0; -1 is the input of the first; `None` for a drafter that reads the text alone),
+            `target_name_or_path` and `target_fingerprint`.
         generation_config ([`~transformers.GenerationConfig`]): the drafting options.
         device (`torch.device`): where it runs.
         max_draft_passes (`int`, *optional*):
             Draft passes that it can run in a round, the one of `commit` included; `None` without a limit. With 1, no
-            session is asked to `extend`.
+            session is asked to `extend`; with 0, no session is asked at all, and what is looked up is the draft.
     """
 
     config: Any
@@ -358,7 +360,8 @@ def register_part(name: str, part: Any) -> None:
             "chains": a class as [`TargetRun`] that scores chains. "batches": a class as [`Batch`] for several rows.
             "static_tree": makes the tree of the options. "layer_outputs": a class as [`NoLayerOutputs`]. "quantised":
             gives the reason why a quantised target is decoded plainly, or `None`. "prior": reads the costs that were
-            measured for a target. "verdicts": remembers targets that take trees. "speculative" and "multi_root",
+            measured for a target. "verdicts": remembers targets that take trees. "lookup": called with `(drafter,
+            target)`, it returns what looks up how a sequence goes on (`TextLookup`). "speculative" and "multi_root",
             values of the option `verification`: called with `(drafter, target, options, logits_processor)`, they
             return a `RowsDecoder`. "learning": gives for a drafter and a target the observer of a call, a
             [`CallRecorder`], or a context manager of `None`.

@@ -24,9 +24,6 @@ from .costs import CostKey, Costs
 from .draft_options import DraftOptions
 from .tree import Branches, DraftTree
 
-# Share of looked-up tokens that are right, by the length of the match, which grows with every right token; measured on
-# the target's own responses. `(length, share)`; the shares are updated from here.
-_MATCHES = ((2, 0.47), (3, 0.57), (4, 0.73), (5, 0.78), (8, 0.86), (12, 0.89), (20, 0.94), (32, 0.98))
 # Observations that an initial share counts for, the factor by which old observations count less, and the least share.
 _PRIOR, _DECAY, _LEAST = 8.0, 0.995, 1e-3
 # The same for the accepted share of whole trees: drafting with a useless drafter is to pause soon.
@@ -38,7 +35,7 @@ _NEW, _NEW_RATE = 0.15, 0.05
 _CREDIT, _PROBE_SHARE = 0.3, 0.01
 # Drafted rounds in a row without a second pass: the gain and the cost of a pass are observed only where one runs.
 _LONGEST_SINGLE = 8
-# From this probability of its first token on, a looked-up path decides a round's outcome more than drafting does.
+# From this probability on, a looked-up token decides a round's outcome more than drafting does.
 _LIKELY = 0.3
 # Nodes that a tree may have before any tree was timed.
 _FIRST_NODES = 1
@@ -77,7 +74,6 @@ class AcceptanceStats:
     """
 
     def __init__(self) -> None:
-        self.matches = [Share(share) for _, share in _MATCHES]
         # How often a child of an accepted node was right, over the probability that the drafter gave to all of them.
         self.depths: list[Share] = []
         # Gain that a pass adds, over the probability of the paths that it continues.
@@ -113,18 +109,13 @@ class AcceptanceStats:
         known = self._others.get(way)
         if known is None:
             known = self._others[way] = AcceptanceStats()
-            known.matches, known.depths, known.costs = self.matches, self.depths, self.costs
-            known.continuation = self.continuation
+            known.depths, known.costs, known.continuation = self.depths, self.costs, self.continuation
         return known
 
     @property
     def accepted_tokens(self) -> float:
         """Draft tokens that a drafted round is expected to have accepted."""
         return self.expected_tokens * self.accepted_share.value
-
-    def match(self, length: int) -> Share:
-        """Right tokens among those looked up by a match of `length` tokens."""
-        return self.matches[max(0, sum(length >= shortest for shortest, _ in _MATCHES) - 1)]
 
     def depth(self, depth: int) -> Share:
         """The calibration of nodes at `depth`, from 1."""
@@ -177,9 +168,8 @@ class DraftDecision:
 
     Args:
         draft (`bool`): whether the drafter runs.
-        matched (`int`): tokens at the context's end that prompt lookup found earlier in it.
-        lookup_log_probs (`tuple[float, ...]`):
-            For each token of the looked-up path, the log-probability that it and all before it are right.
+        likely (`float`):
+            Probability of the most probable token that was looked up. With 0 no looked-up token joins the tree.
         calibration (`tuple[float, ...]`):
             What is added to the drafter's log-probabilities at depth 1, 2, ...; nothing beyond.
         pass_threshold (`float`): a further pass is drafted if `continuation` is at least this.
@@ -192,19 +182,13 @@ class DraftDecision:
     """
 
     draft: bool = True
-    matched: int = 0
-    lookup_log_probs: tuple[float, ...] = ()
+    likely: float = 0.0
     calibration: tuple[float, ...] = ()
     pass_threshold: float = 0.0
     continuation: Callable[[Branches], Tensor] = likeliest_path
     probe_pass: bool = False
     passes: int | None = None
     node_costs: Tensor | None = None
-
-    @property
-    def lookup_probability(self) -> float:
-        """Probability of the first looked-up token."""
-        return math.exp(self.lookup_log_probs[0]) if self.lookup_log_probs else 0.0
 
     def correction(self, depth: int) -> float:
         """What is added to the drafter's log-probabilities at `depth`, from 1; not above 0."""
@@ -291,7 +275,6 @@ class RoundOutcome:
         tree ([`DraftTree`]): the tree that was verified.
         path (`torch.LongTensor` of shape `(emitted,)`): its nodes that were right, the root first.
         accepted (`int`): emitted tokens that were draft tokens.
-        lookup_hits (`list[bool]`): whether each looked-up token was right, up to the first that was not.
         checks (`list[PassCheck]`): the tree after each pass that could be followed by another.
         time ([`RoundTime`]): what the round took.
     """
@@ -300,7 +283,6 @@ class RoundOutcome:
     tree: DraftTree
     path: Tensor
     accepted: int
-    lookup_hits: list[bool] = field(default_factory=list)
     checks: list[PassCheck] = field(default_factory=list)
     time: RoundTime = field(default_factory=RoundTime)
 
@@ -322,38 +304,27 @@ class DraftPolicy:
         self._stats = stats
         self._ahead = ahead
 
-    def decide(self, matched: int = 0, found: int = 0) -> DraftDecision:
+    def decide(self, likely: float = 0.0) -> DraftDecision:
         """
         Decides what the next round drafts and verifies.
 
         Args:
-            matched (`int`, *optional*, defaults to 0): tokens at the context's end that prompt lookup found earlier.
-            found (`int`, *optional*, defaults to 0): tokens that followed them there.
+            likely (`float`, *optional*, defaults to 0): probability of the most probable token that was looked up.
         """
         return DraftDecision(
-            matched=matched,
-            lookup_log_probs=self._lookup_log_probs(matched, found),
+            likely=likely,
             pass_threshold=self._options.assistant_confidence_threshold,
             passes=self._options.num_draft_passes if self._ahead else None,
         )
 
     def update(self, outcome: RoundOutcome) -> None:
         """Updates the statistics with a round's outcome."""
-        for place, hit in enumerate(outcome.lookup_hits):
-            self._stats.match(outcome.decision.matched + place).observe(hit)
-
-    def _lookup_log_probs(self, matched: int, found: int) -> tuple[float, ...]:
-        log_probs, total = [], 0.0
-        for place in range(found):
-            total += math.log(self._stats.match(matched + place).value)
-            log_probs.append(total)
-        return tuple(log_probs)
 
 
 class PlainPolicy(DraftPolicy):
     """Drafts nothing: for calls that are too short to draft, or to measure what drafting costs."""
 
-    def decide(self, matched: int = 0, found: int = 0) -> DraftDecision:
+    def decide(self, likely: float = 0.0) -> DraftDecision:
         """See [`DraftPolicy.decide`]."""
         return DraftDecision(draft=False)
 
@@ -392,15 +363,13 @@ class AdaptivePolicy(DraftPolicy):
             self._version = self._costs.version
             self._target_times = torch.tensor(self._costs.target(self._most_nodes), device="cpu")
 
-    def decide(self, matched: int = 0, found: int = 0) -> DraftDecision:
+    def decide(self, likely: float = 0.0) -> DraftDecision:
         """See [`DraftPolicy.decide`]."""
         stats = self._stats
-        log_probs = self._lookup_log_probs(matched, found)
-        likely = math.exp(log_probs[0]) if log_probs else 0.0
         if self._costs.plain_step_due and likely < _LIKELY:
-            return DraftDecision(draft=False, node_costs=torch.full((1,), 0.0), matched=matched)
+            return DraftDecision(draft=False, node_costs=torch.full((1,), 0.0))
         self._read_costs()
-        # Where the looked-up path is right a pass adds nothing to it.
+        # Where what was looked up is right a pass adds nothing to it.
         gain = stats.pass_gain * (1.0 - likely)
         # The first round of an unknown drafter has one pass: passes may be dear, and the drafter useless.
         is_known = stats.drafted_rounds > 0
@@ -408,8 +377,7 @@ class AdaptivePolicy(DraftPolicy):
         probe_pass = is_known and stats.single_passes >= _LONGEST_SINGLE and likely < _LIKELY
         return DraftDecision(
             draft=self._should_draft(likely),
-            matched=matched,
-            lookup_log_probs=log_probs,
+            likely=likely,
             calibration=tuple(self._correction(depth) for depth in range(1, self._max_depth + 1)),
             pass_threshold=threshold,
             continuation=stats.continuation,
@@ -432,7 +400,7 @@ class AdaptivePolicy(DraftPolicy):
         return min(max(passes, least), most)
 
     def _should_draft(self, likely: float) -> bool:
-        """Whether drafting pays, or is probed, where the first looked-up token is right with probability `likely`."""
+        """Whether drafting pays, or is probed; `likely` as in [`DraftDecision`]."""
         stats = self._stats
         cost = stats.rate * stats.cost
         if stats.accepted_tokens > cost:
@@ -444,10 +412,9 @@ class AdaptivePolicy(DraftPolicy):
 
     def update(self, outcome: RoundOutcome) -> None:
         """See [`DraftPolicy.update`]."""
-        super().update(outcome)
         stats, costs, time, decision = self._stats, self._costs, outcome.time, outcome.decision
         # Where the context foretells the text, the outcome says little of the drafter and of text that is new.
-        is_new_text = decision.lookup_probability < _LIKELY
+        is_new_text = decision.likely < _LIKELY
         if time.target is not None:
             costs.observe_target(time.nodes, time.target)
             self._read_costs()
@@ -468,7 +435,7 @@ class AdaptivePolicy(DraftPolicy):
                 stats.cost += new * (extra - stats.cost)
                 gain = expected * stats.accepted_share.value - stats.rate * extra
                 stats.credit = min(_CREDIT, stats.credit + gain)
-                if not decision.lookup_log_probs:
+                if decision.likely == 0.0:
                     self._update_calibration(shares, outcome)
         elif is_new_text:
             stats.credit = min(_CREDIT, stats.credit + _PROBE_SHARE)

@@ -60,10 +60,13 @@ class FeatureTap:
         model ([`PreTrainedModel`]): the target.
         layers (sequence of `int`, *optional*):
             Layers whose outputs are appended to the features, in this order; -1 is the input of the first layer.
+            `None` keeps no features: they have width 0.
     """
 
-    def __init__(self, model: PreTrainedModel, layers: Sequence[int] = ()):
+    def __init__(self, model: PreTrainedModel, layers: Sequence[int] | None = ()):
         self._decoder = decoder_of(model)
+        self._keeps = layers is not None
+        layers = layers or ()
         self._layers = _wanted_layers(model, [max(layer, 0) for layer in layers])
         # Whether the layer's input is collected, and not its output.
         self._takes_input = [layer < 0 for layer in layers]
@@ -105,6 +108,8 @@ class FeatureTap:
         # Another thread may generate with the same target at the same time.
         if threading.get_ident() == self._thread:
             features = output[0] if isinstance(output, tuple) else output.last_hidden_state
+            if not self._keeps:
+                features = features.new_empty((*features.shape[:-1], 0))
             outputs, self._outputs = self._outputs, {}
             if outputs:
                 parts = [outputs[place].to(features.device) for place in range(len(self._layers))]

@@ -70,7 +70,7 @@ class TargetRun:
         input_ids (`torch.LongTensor` of shape `(rows, length)`): the prompts.
         generation_config ([`GenerationConfig`]): configuration of the call.
         model_kwargs (`dict`): the model's arguments that `generate` prepared, a cache among them.
-        feature_layers (sequence of `int`, *optional*): see [`FeatureTap`].
+        feature_layers (sequence of `int`, *optional*): see [`FeatureTap`]; `None` for features of width 0.
     """
 
     takes_trees = True
@@ -87,7 +87,7 @@ class TargetRun:
         input_ids: Tensor,
         generation_config: GenerationConfig,
         model_kwargs: dict[str, Any],
-        feature_layers: Sequence[int] = (),
+        feature_layers: Sequence[int] | None = (),
     ):
         self.model = model
         self._tap = FeatureTap(model, feature_layers)

@@ -161,8 +161,8 @@ class DynamicRound:
         # Of all levels, on the host: log-probabilities and tokens of the candidates, and the candidate before each, or
         # -1 for the root. `None` before the candidates are there.
         self._collected: tuple[Tensor, Tensor, Tensor] | None = None
-        # Tokens of a path that was added.
-        self._path_length = 0
+        # Depth of the deepest node that was added by `add_nodes`.
+        self._added_depth = 0
 
     def add(self, log_probs: Tensor, token_ids: Tensor) -> None:
         """
@@ -240,35 +240,39 @@ class DynamicRound:
         children = [count // width for count, width in zip(counts, widths) for _ in range(width)]
         self._collected = scores, tokens, nodes.repeat_interleave(torch.tensor(children, device="cpu"))
 
-    def add_path(self, token_ids: Tensor, log_probs: Tensor) -> None:
+    def add_nodes(self, token_ids: Sequence[int], parents: Sequence[int], log_probs: Sequence[float]) -> None:
         """
-        Adds a path from the root that the drafter did not draft (prompt lookup), after all levels. A node that exists
-        already keeps the greater of both log-probabilities.
+        Adds nodes that the drafter did not draft (prompt lookup), after all levels. A node that exists already keeps
+        the greater of both log-probabilities.
 
         Args:
-            token_ids (`torch.LongTensor` of shape `(length,)`): the tokens of the path, on the host.
-            log_probs (`torch.Tensor` of shape `(length,)`): log-probability of the path up to each token.
+            token_ids (sequence of `int`): the tokens of the nodes.
+            parents (sequence of `int`): the node before each, which comes earlier; -1 for the root.
+            log_probs (sequence of `float`): log-probability of the path up to each node.
         """
         collect([self])
         assert self._collected is not None
-        scores, tokens, parents = self._collected
-        node, depth = -1, 0
-        for token in token_ids.tolist():
-            found = ((parents == node) & (tokens == token)).nonzero()
-            if found.shape[0] == 0:
-                break
-            node = int(found[0])
-            scores[node] = scores[node].maximum(log_probs[depth])
-            depth += 1
-        new = token_ids.shape[0] - depth
-        if new > 0:
-            count = scores.shape[0]
-            self._collected = (
-                torch.cat((scores, log_probs[depth:])),
-                torch.cat((tokens, token_ids[depth:])),
-                torch.cat((parents, torch.tensor([node, *range(count, count + new - 1)], device="cpu"))),
-            )
-            self._path_length = token_ids.shape[0]
+        scores, tokens, before = (each.tolist() for each in self._collected)
+        known = {child: number for number, child in enumerate(zip(before, tokens))}
+        # Of the root, and of each node that is added: its number and its depth.
+        numbers, depths = [-1], [0]
+        for token, parent, log_prob in zip(token_ids, parents, log_probs):
+            child = numbers[parent + 1], token
+            number = known.setdefault(child, len(tokens))
+            if number == len(tokens):
+                before.append(child[0])
+                tokens.append(token)
+                scores.append(log_prob)
+            else:
+                scores[number] = max(scores[number], log_prob)
+            numbers.append(number)
+            depths.append(depths[parent + 1] + 1)
+        self._added_depth = max(depths)
+        self._collected = (
+            torch.tensor(scores, dtype=torch.float32, device="cpu"),
+            torch.tensor(tokens, dtype=torch.long, device="cpu"),
+            torch.tensor(before, dtype=torch.long, device="cpu"),
+        )
 
     def finish(self, root: Tensor, size: int | None = None) -> DraftTree:
         """
@@ -291,7 +295,7 @@ class DynamicRound:
         place[chosen] = torch.arange(1, count + 1, device="cpu")
         # Parent -1 reads the last entry of `place`, which is 0: the root.
         parents = F.pad(place[parents[chosen]], (1, 0))
-        visible = ancestor_mask(parents, max(len(self._scores), self._path_length))
+        visible = ancestor_mask(parents, max(len(self._scores), self._added_depth))
         token_ids = torch.cat((root, tokens[chosen]))
         return DraftTree(token_ids, parents, visible.sum(dim=1) - 1, visible, F.pad(scores[chosen], (1, 0)))
 

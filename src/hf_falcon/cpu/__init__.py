@@ -8,6 +8,9 @@ On request: `packing.py` and `packed_layouts.py` (`pack_weights`: weights in an 
 forwards and the drafter's passes by `torch.compile`), with `lent_weights.py`, `compact_weights.py` (weights in fewer
 bytes) and `joined_weights.py` (packed weights side by side) for compiled code; `huge_pages.py` (their memory).
 
+Also on request, for exactness and not for speed, and on other devices, too: `row_invariant.py` (`row_invariant`:
+forwards whose rows do not depend on their number, so that texts in 16 bits are plain decoding's).
+
 By itself, during rounds: `skinny_gemm.py` (products of a few rows) and `grouped_attention.py`
 (attention without copies of keys and values, for targets with grouped-query attention).
 """

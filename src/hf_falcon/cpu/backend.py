@@ -18,6 +18,7 @@ from .compiled_rounds import CompiledRounds, compiled_passes_of, compiled_rounds
 from .grouped_attention import grouped_attention
 from .huge_pages import keep_in_huge_pages
 from .packing import is_packed
+from .row_invariant import is_row_invariant
 from .skinny_gemm import SkinnyLinears, linears_of, skinny_gemm
 
 # The layers of each target that run faster in rounds, as long as its structure stays.
@@ -35,7 +36,7 @@ class CpuTarget(TargetAcceleration):
 
     def __init__(self, target: PreTrainedModel, compiled: CompiledRounds | None):
         self._target = target
-        self._linears = _linears_of_target(target)
+        self._linears = {} if is_row_invariant(target) else _linears_of_target(target)
         self._shares_keys = _shares_keys(target)
         self.compiled = compiled
 
@@ -112,8 +113,9 @@ class CpuBackend:
     """See [`Backend`]. On other devices only code that [`compile_rounds`] has compiled runs differently."""
 
     def for_target(self, target: PreTrainedModel, is_batch: bool, reads_layers: bool) -> CpuTarget:
-        # A compiled decoder does not give the outputs of single layers.
-        return CpuTarget(target, None if is_batch or reads_layers else compiled_rounds_of(target))
+        # A compiled decoder does not give the outputs of single layers, and its rows depend on their number.
+        is_plain = is_batch or reads_layers or is_row_invariant(target)
+        return CpuTarget(target, None if is_plain else compiled_rounds_of(target))
 
     def for_drafter(self, drafter: Drafter, target: PreTrainedModel) -> DrafterAcceleration:
         # A drafter needs no network.

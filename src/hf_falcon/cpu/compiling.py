@@ -116,7 +116,7 @@ def compile_rounds(
         logger.warning_once(f"Compiled rounds of {sizes} tokens are not faster on this machine: none are used.")
     if isinstance(drafter, CompilableDrafter):
         _compile_passes(rounds, target, drafter, config)
-    elif drafter is not None:
+    elif drafter is not None and getattr(drafter, "max_draft_passes", None) != 0:
         logger.warning_once(
             f"The draft passes of a {type(drafter).__name__} cannot be compiled: they run as they are."
         )

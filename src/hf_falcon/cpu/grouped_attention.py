@@ -22,7 +22,7 @@ from ..private_names import replace_sdpa, sdpa_attention_forward
 # An attribute that marks the masks of a round. It holds their forms for a group of heads, by the size of the group.
 _FORMS = "_hf_falcon_grouped"
 # Arguments that transformers' function reads and the one here does not; newer versions may have more.
-_OTHER_ARGUMENTS = {"softcap", *inspect.signature(sdpa_attention_forward or len).parameters} - {
+OTHER_ARGUMENTS = {"softcap", *inspect.signature(sdpa_attention_forward or len).parameters} - {
     *("module", "query", "key", "value", "attention_mask", "dropout", "scaling", "is_causal", "kwargs")
 }
 _lock = threading.Lock()
@@ -105,7 +105,7 @@ def grouped_sdpa(
     batch, heads, rows, _ = query.shape
     kv_heads = key.shape[1]
     group = heads // kv_heads
-    beyond = dropout > 0.0 or any(kwargs.get(name) is not None for name in _OTHER_ARGUMENTS)
+    beyond = dropout > 0.0 or any(kwargs.get(name) is not None for name in OTHER_ARGUMENTS)
     # Compiled code cannot store a form for other layers: `form_ahead` has made it, or this layer runs as before.
     is_missing = forms is not None and group not in forms and torch.compiler.is_compiling()
     if attention_mask is None or forms is None or is_missing or group == 1 or beyond:

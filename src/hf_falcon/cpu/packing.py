@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from .compact_weights import LentWeight, ordinary_linear
 from .huge_pages import move_to_huge_pages
 from .packed_layouts import BlockLayout, OneDnnLayout, PackedWeight, has_bfloat16_products, layout_of
+from .row_invariant import FilledForward
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -199,7 +200,8 @@ def _packable(model: nn.Module) -> list[nn.Linear]:
             "generate without packed weights."
         )
     linears = {path: module for path, module in model.named_modules() if _is_plain(module)}
-    if not linears and not is_packed(model):
+    # A drafter without a network has no weights at all.
+    if not linears and not is_packed(model) and any(True for _ in model.parameters()):
         raise ValueError(f"{name} has no ordinary linear layer (`torch.nn.Linear`): there is nothing to pack.")
     for path, linear in linears.items():
         dtype = linear.weight.dtype
@@ -218,7 +220,7 @@ def _packable(model: nn.Module) -> list[nn.Linear]:
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a module is exactly `torch.nn.Linear`: no subclass, no other forward, an ordinary weight."""
-    if type(module) is not nn.Linear or "forward" in vars(module):
+    if type(module) is not nn.Linear or not isinstance(vars(module).get("forward"), (type(None), FilledForward)):
         return False
     return type(module._parameters.get("weight")) is nn.Parameter
 

@@ -9,11 +9,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import DraftModel
 from .checkpoints import read_fields
 from .files import LOADING, pinned
+from .lookup_drafter import LOOKUP, LookupDrafter
 
 Fields = dict[str, Any]
 
@@ -37,6 +39,12 @@ def _is_dflash(fields: Fields) -> bool:
     return not {"DFlashDraftModel", "Qwen3DSparkModel"}.isdisjoint(_architectures(fields))
 
 
+def _is_language_model(fields: Fields) -> bool:
+    names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(fields.get("model_type")), ())
+    classes = {names} if isinstance(names, str) else set(names)
+    return "speculators_model_type" not in fields and not classes.isdisjoint(_architectures(fields))
+
+
 def _architectures(fields: Fields) -> list[str]:
     names = fields.get("architectures")
     return [str(name) for name in names] if isinstance(names, list) else []
@@ -48,13 +56,14 @@ _METHODS: list[tuple[str, Callable[[Fields], bool], str, str]] = [
     ("Falcon", _is_falcon, "hf_falcon.core.drafter", "FalconDraftModel"),
     ("EAGLE-3", _is_eagle3, "hf_falcon.drafters.eagle3", "Eagle3DraftModel"),
     ("DFlash and DSpark", _is_dflash, "hf_falcon.drafters.dflash", "DFlashDraftModel"),
+    ("language models", _is_language_model, "hf_falcon.drafters.language_model", "CausalLMDrafter"),
 ]
 
 
 class AutoDrafter:
     """
-    Loads a drafter of any method that hf_falcon reads: Falcon's own, and EAGLE-3, DFlash and DSpark in their original
-    layouts and in the layout of the package `speculators`.
+    Loads a drafter of any method that hf_falcon reads: Falcon's own, EAGLE-3, DFlash and DSpark in their original
+    layouts and in the layout of the package `speculators`, and a smaller language model.
     """
 
     def __init__(self) -> None:
@@ -71,7 +80,7 @@ class AutoDrafter:
         Loads a drafter, in evaluation mode.
 
         Args:
-            pretrained_model_name_or_path (`str` or `os.PathLike`): a folder, or a repository of the Hub.
+            pretrained_model_name_or_path (`str` or `os.PathLike`): a folder, a repository of the Hub, or "lookup".
             dtype (`str` or `torch.dtype`, *optional*):
                 Dtype of the weights; give the target's. By default the dtype that they are stored in.
             kwargs: `cache_dir`, `force_download`, `local_files_only`, `proxies`, `revision`, `subfolder` and `token`,
@@ -86,6 +95,8 @@ class AutoDrafter:
             `OSError`: if files are missing or damaged.
         """
         name = os.fspath(pretrained_model_name_or_path)
+        if name == LOOKUP:
+            return LookupDrafter()
         # What the class reads is of the commit that was chosen from.
         kwargs = pinned(name, **kwargs)
         kind = drafter_class(name, **{key: value for key, value in kwargs.items() if key in LOADING})

@@ -64,6 +64,7 @@ class SpeculatorsDraftConfig(PreTrainedConfig):
         target_hidden_size (`int`, *optional*): width of the target's hidden states. Defaults to the drafter's.
         speculators_config (`dict`, *optional*): how serving engines use the checkpoint; names the target.
         target_fingerprint (`str`, *optional*): [`weights_fingerprint`] of the target that it was trained for.
+        chat_template_kwargs (`dict`, *optional*): variables of the chat template that it was trained with.
         kwargs (*optional*): special tokens and dtype; other fields of the file are left out.
 
     Raises:
@@ -83,6 +84,7 @@ class SpeculatorsDraftConfig(PreTrainedConfig):
         target_hidden_size: int | None = None,
         speculators_config: dict[str, Any] | None = None,
         target_fingerprint: str | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
         **kwargs: Any,
     ):
         layer = _layer_config(transformer_layer_config)
@@ -93,6 +95,7 @@ class SpeculatorsDraftConfig(PreTrainedConfig):
         self.target_hidden_size = layer.hidden_size if target_hidden_size is None else target_hidden_size
         self.speculators_config = speculators_config or {}
         self.target_fingerprint = target_fingerprint
+        self.chat_template_kwargs = chat_template_kwargs
         super().__init__(
             bos_token_id=kwargs.pop("bos_token_id", None) or layer.bos_token_id,
             eos_token_id=kwargs.pop("eos_token_id", None) or layer.eos_token_id,
@@ -139,6 +142,7 @@ class SpeculatorsDraftConfig(PreTrainedConfig):
             "target_hidden_size": self.target_hidden_size,
             "tie_word_embeddings": False,
             "transformer_layer_config": self.transformer_layer_config.to_diff_dict(),
+            **({} if self.chat_template_kwargs is None else {"chat_template_kwargs": self.chat_template_kwargs}),
         }
 
     def to_diff_dict(self) -> dict[str, Any]:

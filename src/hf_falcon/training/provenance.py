@@ -28,6 +28,7 @@ def provenance(target: PreTrainedModel, data: TokenFile) -> dict[str, Any]:
         target ([`PreTrainedModel`]): the target.
         data ([`TokenFile`]): all the data of the run, held-out samples included.
     """
+    names = ("chat_template_sha256", "chat_template_kwargs")
     return {
         "versions": {
             "python": platform.python_version(),
@@ -43,7 +44,7 @@ def provenance(target: PreTrainedModel, data: TokenFile) -> dict[str, Any]:
             "tokens": len(data.tokens),
             "samples": len(data),
             # Absent if the token files do not record one template.
-            **{name: value for name, value in data.metadata.items() if name == "chat_template_sha256"},
+            **{name: value for name, value in data.metadata.items() if name in names},
         },
     }
 

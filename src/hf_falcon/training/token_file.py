@@ -35,6 +35,7 @@ _METADATA_KINDS: dict[str, tuple[tuple[type, ...], str]] = {
     "data": ((str, list), "names"),
     "plan": ((dict,), "an object"),
     "target_fingerprint": ((str, NoneType), "a text"),
+    "chat_template_kwargs": ((dict,), "an object"),
     "chat_template_sha256": ((str, NoneType), "a text"),
 }
 # Tokens that are compared at once: a file can be larger than memory.
@@ -111,6 +112,17 @@ class TokenFile:
         start, end = self.offsets[index : index + 2].tolist()
         # Converted after slicing, so that only this part of a mapped file is read.
         return self.tokens[start:end].to(torch.int64), int(self.prompt_lengths[index])
+
+    def first(self, count: int) -> TokenFile:
+        """The first `count` dialogues."""
+        end = int(self.offsets[count])
+        return TokenFile(
+            self.tokens[:end],
+            self.offsets[: count + 1],
+            self.prompt_lengths[:count],
+            self.temperatures[:count],
+            self.metadata,
+        )
 
     def check_vocabulary(self, vocab_size: int, name: str | Path) -> None:
         """

@@ -1,0 +1,241 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""
+Forwards whose rows do not depend on how many rows run together. In bfloat16 and float16 a forward over several tokens
+rounds differently from forwards over one token, because kernels add in another order. Two kinds of operations do so:
+
+- attention. Here it adds in float64. The order then changes a sum by some 1e-16 of its size, which the rounding to 16
+  bits removes. No mask, no place in the cache and no number of rows matters any more.
+- products of few rows. oneDNN adds up a single row in blocks of 512 inputs, and several rows in blocks of 1,024; and
+  torch computes very small products itself. Here few rows are filled up to a number from which on nothing changes,
+  mostly two, which takes as long. Other devices choose kernels by shape, so few rows are filled up to one shape there.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from ..core.hook import attention_implementation
+from ..core.target_parts import decoder_of
+from ..private_names import replace_sdpa, sdpa_attention_forward
+from .grouped_attention import OTHER_ARGUMENTS, grouped_sdpa
+
+_DTYPES = (torch.bfloat16, torch.float16)
+# Rows that few rows are filled up to on devices other than a CPU: of larger trees, rows depend on their number.
+_ROWS_ON_DEVICES = 64
+# A forward of more tokens than these is a prompt's, which plain and assisted decoding run alike.
+_MOST_ROWS = 256
+# Numbers of rows that are compared, and outputs of the weight that it is done with: more change no order.
+_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 24, 32, 48, 64)
+_MOST_OUTPUTS = 512
+# An attribute of masks: their forms in float64 for groups of heads, by the size of the group.
+_FORMS = "_hf_falcon_wide"
+_lock = threading.Lock()
+# How many contexts each target is in.
+_users: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
+# The modules of these targets. A copy of a target is not among them.
+_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+class FilledForward:
+    """
+    The forward of a linear layer that fills up few rows. A copy of the layer has the layer's own forward.
+
+    Args:
+        linear (`torch.nn.Linear`): the layer, packed or not.
+        least_rows (`int`): the number of rows that fewer are filled up to.
+    """
+
+    def __init__(self, linear: nn.Linear, least_rows: int):
+        self._linear, self._least_rows = linear, least_rows
+
+    def __call__(self, input: Tensor) -> Tensor:
+        linear = self._linear
+        forward: Callable[[Tensor], Tensor] = partial(type(linear).forward, linear)
+        rows = input.numel() // linear.in_features
+        if rows >= self._least_rows:
+            return forward(input)
+        flat = input.reshape(rows, -1)
+        filled = torch.cat((flat, flat[:1].expand(self._least_rows - rows, -1)))
+        return forward(filled)[:rows].view(*input.shape[:-1], -1)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A copy has no attributes yet when this is called for it.
+        return getattr, (self._linear, "forward")
+
+
+@contextmanager
+def row_invariant(target: PreTrainedModel) -> Iterator[None]:
+    """
+    Inside a `with` statement, plain and assisted decoding of a target in bfloat16 or float16 give the same tokens,
+    because no row of a forward depends on how many rows run together:
+
+    ```python
+    with hf_falcon.row_invariant(target):
+        plain = target.generate(**inputs)
+        assisted = target.generate(**inputs, assistant_model=drafter)  # the same tokens
+    ```
+
+    Both run with other kernels than outside, so the tokens of plain decoding inside and outside may differ at
+    near-ties. All threads that use the target take part. In float32 nothing changes. Compiled rounds do not run.
+    `hf-falcon doctor --exactness` shows what differs, by module.
+
+    On devices other than a CPU every product of up to 64 rows has one shape: a round may have 64 tokens of all rows
+    of a batch together. That was tried on a simulated device only.
+
+    Args:
+        target ([`PreTrainedModel`]): a target with "sdpa" attention, on a device with float64.
+
+    Raises:
+        `ValueError`: if the target is on a device without float64, or has another attention.
+    """
+    if decoder_of(target).dtype not in _DTYPES:
+        yield
+        return
+    if (reason := unsupported_reason(target)) is not None:
+        raise ValueError(reason)
+    _enter(target)
+    try:
+        yield
+    finally:
+        _leave(target)
+
+
+def unsupported_reason(target: Any) -> str | None:
+    """Why [`row_invariant`] does not support a target, and the remedy; `None` if it does."""
+    name = type(target).__name__
+    if not isinstance(target, PreTrainedModel):
+        return f"{name} is no transformers model: give the model whose `generate` is called."
+    if any(parameter.device.type in ("meta", "mps") for parameter in target.parameters()):
+        return f"{name} is on {target.device.type!r}, which has no float64: `row_invariant` needs it, so move it."
+    attention = attention_implementation(target.config.get_text_config(decoder=True))
+    if attention != "sdpa":
+        return (
+            f"{name} has {attention!r} attention, which `row_invariant` does not know: load it with "
+            '`attn_implementation="sdpa"`, if it supports that.'
+        )
+    return None
+
+
+def is_row_invariant(target: PreTrainedModel) -> bool:
+    """Whether a target is inside [`row_invariant`]."""
+    return target in _users
+
+
+@cache
+def least_rows(in_features: int, out_features: int, dtype: torch.dtype) -> int:
+    """
+    From how many rows on the product of a row with a weight does not depend on their number. It is measured, on sums
+    that nearly cancel, where another order shows in most values; 1 if no number will do.
+    """
+    generator = torch.Generator().manual_seed(0)
+    half = in_features // 2
+    order = torch.randperm(half, generator=generator)
+    parts = []
+    for sign, count in ((-1, _SIZES[-1]), (1, min(out_features, _MOST_OUTPUTS))):
+        part = torch.randn(count, in_features, generator=generator)
+        part[:, half : 2 * half] = sign * part[:, order]
+        parts.append(part.to(dtype))
+    rows, weight = parts
+    products = [F.linear(rows[:size], weight) for size in _SIZES]
+    # From the largest number down, as long as the first rows have the same products.
+    least = _SIZES[-1]
+    for size, product in zip(reversed(_SIZES), reversed(products)):
+        if not torch.equal(product, products[-1][:size]):
+            break
+        least = size
+    return least if least < _SIZES[-1] else 1
+
+
+def row_invariant_sdpa(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """
+    As transformers' `sdpa_attention_forward`. For few tokens of a target inside [`row_invariant`] it computes in
+    float64.
+
+    Args:
+        query (`torch.Tensor` of shape `(batch, heads, rows, head_dim)`): queries.
+        key, value (`torch.Tensor` of shape `(batch, kv_heads, slots, head_dim)`): keys and values.
+        attention_mask (`torch.Tensor` of shape `(batch, 1, rows, slots)`, *optional*): boolean or additive.
+
+    Returns:
+        `torch.Tensor` of shape `(batch, rows, heads, head_dim)`, and `None` in the place of attention weights.
+    """
+    batch, heads, rows, _ = query.shape
+    # A prompt without a cache has as many rows as slots. It sees no mask, and needs none.
+    is_step = rows == 1 or (rows <= _MOST_ROWS and rows < key.shape[2] and attention_mask is not None)
+    beyond = dropout > 0.0 or any(kwargs.get(name) is not None for name in OTHER_ARGUMENTS)
+    shares_mask = attention_mask is None or attention_mask.shape[1] == 1
+    if not is_step or beyond or not shares_mask or module not in _modules:
+        return grouped_sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
+    group = heads // key.shape[1]
+    queries = query.double().reshape(batch, -1, group * rows, query.shape[-1])
+    mask = None if attention_mask is None else _form(attention_mask, group)
+    mixed = F.scaled_dot_product_attention(queries, key.double(), value.double(), attn_mask=mask, scale=scaling)
+    mixed = mixed.reshape(batch, heads, rows, -1).transpose(1, 2)
+    return mixed.to(query.dtype, memory_format=torch.contiguous_format), None
+
+
+def _form(mask: Tensor, group: int) -> Tensor:
+    """The mask repeated for a group of heads, additive, in float64; all layers share it."""
+    forms: dict[int, Tensor] = getattr(mask, _FORMS, {})
+    if group not in forms:
+        if mask.dtype == torch.bool:
+            wide = torch.zeros_like(mask, dtype=torch.float64).masked_fill_(~mask, torch.finfo(torch.float64).min)
+        else:
+            wide = mask.double()
+        forms[group] = wide.repeat(1, 1, group, 1)
+        setattr(mask, _FORMS, forms)
+    return forms[group]
+
+
+def _enter(target: PreTrainedModel) -> None:
+    with _lock:
+        _users[target] = _users.get(target, 0) + 1
+        if _users[target] > 1:
+            return
+        if len(_users) == 1 and not any(
+            replace_sdpa(each, row_invariant_sdpa) for each in (sdpa_attention_forward, grouped_sdpa)
+        ):
+            del _users[target]
+            raise ValueError('Another library has replaced transformers\' "sdpa" attention: `row_invariant` needs it.')
+        for module in target.modules():
+            _modules.add(module)
+            if not isinstance(module, nn.Linear) or "forward" in vars(module):
+                continue
+            least = _ROWS_ON_DEVICES
+            if module.weight.device.type == "cpu":
+                least = least_rows(module.in_features, module.out_features, module.weight.dtype)
+            if least > 1:
+                vars(module)["forward"] = FilledForward(module, least)
+
+
+def _leave(target: PreTrainedModel) -> None:
+    with _lock:
+        _users[target] -= 1
+        if _users[target]:
+            return
+        del _users[target]
+        for module in target.modules():
+            _modules.discard(module)
+            if isinstance(vars(module).get("forward"), FilledForward):
+                del vars(module)["forward"]
+        if not _users:
+            replace_sdpa(row_invariant_sdpa, sdpa_attention_forward)

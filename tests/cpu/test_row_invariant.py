@@ -1,0 +1,260 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""In `row_invariant`, the logits of assisted decoding in 16 bits are those of plain decoding, to the bit."""
+
+import copy
+import io
+import threading
+from contextlib import ExitStack
+
+import pytest
+import torch
+from counting_compiler import Backend, compiled_by
+from tiny_models import new_target, prompt, random_tokens, tiny_drafter
+from transformers import AttentionInterface
+
+import hf_falcon
+from hf_falcon.bench.exactness import exactness
+from hf_falcon.cpu.backend import CpuBackend
+from hf_falcon.cpu.packed_layouts import has_bfloat16_products
+from hf_falcon.cpu.packing import PackedLinear
+from hf_falcon.cpu.row_invariant import FilledForward, least_rows, row_invariant_sdpa
+from hf_falcon.private_names import sdpa_attention_forward
+
+NAMES = ["llama", "qwen2", "qwen3-window", "mistral-window", "phi3", "gemma3", "gemma4", "olmo2", "cohere2"]
+# Inner sizes above 1,024, where oneDNN adds a single row up in another order.
+LARGE = {"intermediate_size": 1536}
+
+
+def low(name: str, dtype: torch.dtype = torch.bfloat16, **changes):
+    return new_target(name, **changes).to(dtype)
+
+
+def generate(target, ids, drafter=None, **settings):
+    torch.manual_seed(0)
+    settings = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0, **settings}
+    return target.generate(
+        ids, assistant_model=drafter, return_dict_in_generate=True, output_logits=ids.shape[0] == 1, **settings
+    )
+
+
+def differing(one, other) -> list[bool]:
+    """For each token, whether its logits differ."""
+    assert one.sequences.tolist() == other.sequences.tolist()
+    return [not torch.equal(*pair) for pair in zip(one.logits, other.logits, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_are_equal(name, dtype):
+    target, ids = low(name, dtype, **LARGE), prompt(70)
+    drafter = tiny_drafter(new_target(name, **LARGE)).to(dtype)
+    with hf_falcon.row_invariant(target):
+        plain, found = generate(target, ids), generate(target, ids, drafter)
+    assert found.draft_statistics.drafted_tokens > 24
+    assert not any(differing(plain, found))
+
+
+def test_without_it_logits_differ():
+    """What these tests compare is not equal by itself."""
+    target, ids = low("llama", **LARGE), prompt(70)
+    drafter = tiny_drafter(target)
+    plain, found = generate(target, ids), generate(target, ids, drafter)
+    assert any(not torch.equal(*pair) for pair in zip(plain.logits, found.logits))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"do_sample": True}, {"repetition_penalty": 1.3}, {"cache_implementation": "static"}],
+    ids=["sampled", "processed", "static"],
+)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_modes(name, settings):
+    target, ids = low(name, **LARGE), prompt(40)
+    with hf_falcon.row_invariant(target):
+        plain, found = generate(target, ids, **settings), generate(target, ids, tiny_drafter(target), **settings)
+    assert found.draft_statistics is not None and not any(differing(plain, found))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3", "mistral-window"])
+def test_padding(name):
+    target, ids = low(name, **LARGE), prompt(40)
+    mask = torch.ones_like(ids)
+    mask[:, :5], ids[:, :5] = 0, 0
+    with hf_falcon.row_invariant(target):
+        plain, found = (generate(target, ids, each, attention_mask=mask) for each in (None, tiny_drafter(target)))
+    assert found.draft_statistics is not None and not any(differing(plain, found))
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_batches(name):
+    """Of a batch, the tokens: the prompts' own forward is that of the batch for both."""
+    target, ids = low(name, **LARGE), random_tokens(3, 40)
+    mask = torch.ones_like(ids)
+    mask[0, :9], ids[0, :9] = 0, 0
+    with hf_falcon.row_invariant(target):
+        plain, found = (generate(target, ids, each, attention_mask=mask) for each in (None, tiny_drafter(target)))
+    assert found.draft_statistics is not None and found.sequences.tolist() == plain.sequences.tolist()
+
+
+@pytest.mark.parametrize("packs_first", [False, True])
+def test_packed_weights(packs_first):
+    if not has_bfloat16_products():
+        pytest.skip("this processor packs no bfloat16")
+    target, ids = low("llama", **LARGE), prompt(70)
+    contexts = [hf_falcon.row_invariant(target), hf_falcon.packed_weights(target)]
+    with ExitStack() as stack:
+        for context in reversed(contexts) if packs_first else contexts:
+            stack.enter_context(context)
+        assert all(type(layer.mlp.down_proj) is PackedLinear for layer in target.model.layers)
+        plain, found = generate(target, ids), generate(target, ids, tiny_drafter(target))
+        duplicate = copy.deepcopy(target)
+    assert not any(differing(plain, found))
+    assert all(type(module) is type(mine) for module, mine in zip(duplicate.modules(), target.modules()))
+    assert not any("forward" in vars(module) for module in (*duplicate.modules(), *target.modules()))
+
+
+def test_compiled_rounds_do_not_run():
+    target, ids = low("llama", **LARGE), prompt(20)
+    backend = Backend()
+    with hf_falcon.compiled_rounds(target, (1, 4, 13), compiled_by(backend)):
+        with hf_falcon.row_invariant(target):
+            plain, found = generate(target, ids), generate(target, ids, tiny_drafter(target))
+            assert CpuBackend().for_target(target, False, False).compiled is None
+        assert CpuBackend().for_target(target, False, False).compiled is not None
+    assert not any(differing(plain, found))
+
+
+def test_attention_does_not_depend_on_other_rows():
+    torch.manual_seed(0)
+    target = low("llama")
+    module = target.model.layers[0].self_attn
+    query = torch.randn(1, 32, 9, 64).bfloat16()
+    key, value = torch.randn(2, 1, 16, 309, 64).bfloat16()
+    # Node 5 sees 300 slots, and of the tree itself alone.
+    mask = torch.full((1, 1, 9, 309), torch.finfo(torch.bfloat16).min).bfloat16()
+    mask[..., :300] = 0
+    mask[0, 0, range(9), range(300, 309)] = 0
+    seen = [*range(300), 305]
+    arguments = query[:, :, 5:6], key[:, :, seen], value[:, :, seen], None
+    for attention, is_equal in ((row_invariant_sdpa, True), (sdpa_attention_forward, False)):
+        with hf_falcon.row_invariant(target):
+            together, _ = attention(module, query, key, value, mask)
+            alone, weights = attention(module, *arguments)
+        assert weights is None and alone.shape == (1, 1, 32, 64) and alone.is_contiguous()
+        assert torch.equal(alone, together[:, 5:6]) == is_equal
+        torch.testing.assert_close(alone, together[:, 5:6], rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("is_tree", [False, True])
+def test_every_module_is_exact(is_tree):
+    target, ids = low("llama", **LARGE), prompt(70)
+    outside = exactness(target, ids, (1, 3, 8, 17), is_tree)
+    with hf_falcon.row_invariant(target):
+        inside = exactness(target, ids, (1, 3, 8, 17), is_tree)
+    assert all(each.is_exact for each in inside)
+    assert outside[0].is_exact and not all(each.is_exact for each in outside)
+
+
+@pytest.mark.parametrize("sizes", [(1536, 32), (32, 64), (2048, 1)])
+def test_few_rows_are_filled_up(sizes):
+    least = least_rows(*sizes, torch.bfloat16)
+    if least == 1:
+        pytest.skip("here the product of a row does not depend on how many there are")
+    torch.manual_seed(0)
+    layer, rows = torch.nn.Linear(*sizes).bfloat16(), torch.randn(1, 40, sizes[0]).bfloat16()
+    filled, expected = FilledForward(layer, least), layer(rows)
+    assert least <= 4
+    for count in (1, 2, 3, 5, 40):
+        found = filled(rows[:, :count])
+        assert found.shape == (1, count, sizes[1]) and torch.equal(found, expected[:, :count])
+
+
+def test_large_products_are_left_alone():
+    assert least_rows(576, 576, torch.bfloat16) == 1
+
+
+def file_of(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, file_of], ids=["copied", "pickled"])
+def test_copies_are_ordinary(way):
+    target, ids = low("llama", **LARGE), prompt(70)
+    expected = generate(target, ids)
+    with hf_falcon.row_invariant(target):
+        found = way(target)
+        assert generate(found, ids).sequences.equal(expected.sequences)
+        assert not any(differing(generate(found, ids), expected))
+        layer = found.model.layers[0].mlp.down_proj
+        assert layer.forward == type(layer).forward.__get__(layer)
+
+
+def test_is_undone():
+    target, ids = low("llama", **LARGE), prompt(70)
+    before = generate(target, ids)
+    with pytest.raises(KeyboardInterrupt), hf_falcon.row_invariant(target):
+        with hf_falcon.row_invariant(target):
+            assert AttentionInterface()["sdpa"] is row_invariant_sdpa
+        assert AttentionInterface()["sdpa"] is row_invariant_sdpa
+        raise KeyboardInterrupt
+    assert AttentionInterface()["sdpa"] is sdpa_attention_forward
+    assert not any("forward" in vars(module) for module in target.modules())
+    assert not any(differing(before, generate(target, ids)))
+
+
+def test_other_targets_and_threads():
+    """Other targets run as before; several threads may use one target."""
+    target, other, ids = low("llama", **LARGE), low("qwen2"), prompt(70)
+    expected, found = generate(other, ids), []
+    with hf_falcon.row_invariant(target):
+        plain = generate(target, ids)
+        assert not any(differing(expected, generate(other, ids)))
+        drafters = [None, tiny_drafter(target), None]
+        threads = [
+            threading.Thread(target=lambda each=each: found.append(generate(target, ids, each))) for each in drafters
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 3 and not any(any(differing(plain, each)) for each in found)
+
+
+def test_float32_is_unchanged():
+    target, ids = new_target("llama"), prompt(9)
+    expected = generate(target, ids)
+    with hf_falcon.row_invariant(target):
+        assert AttentionInterface()["sdpa"] is sdpa_attention_forward
+        assert not any(differing(expected, generate(target, ids)))
+
+
+def test_targets_that_it_does_not_know():
+    with (
+        pytest.raises(ValueError, match="'eager' attention.*attn_implementation"),
+        hf_falcon.row_invariant(low("gemma2")),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match="'meta', which has no float64"),
+        hf_falcon.row_invariant(low("llama").to("meta")),
+    ):
+        pass
+
+
+def test_an_attention_of_another_library_stays():
+    def own(*args, **kwargs):
+        return sdpa_attention_forward(*args, **kwargs)
+
+    target = low("llama")
+    AttentionInterface.register("sdpa", own)
+    try:
+        with pytest.raises(ValueError, match="Another library"), hf_falcon.row_invariant(target):
+            pass
+        assert AttentionInterface()["sdpa"] is own
+    finally:
+        AttentionInterface.register("sdpa", sdpa_attention_forward)
+    with hf_falcon.row_invariant(target):
+        pass
