@@ -70,9 +70,8 @@ def test_an_import_brings_no_trainer_and_nothing_warns(tmp_path):
     training = ("checkpoints", "csgd", "distillation", "estimated_tau", "json_text", "token_file", "training_cache")
     names |= {f"hf_falcon.training.{name}" for name in training}
     # They are small.
-    others = {
-        f"transformers.{name}" for name in ("generation.streamers", "tokenization_utils_tokenizers", "trainer_utils")
-    }
+    small = ("generation.streamers", "tokenization_utils_tokenizers", "trainer_utils")
+    others = {f"transformers.{name}" for name in small}
     assert {"hf_falcon", "hf_falcon.core.hook"} <= set(brought) <= names | others
 
 

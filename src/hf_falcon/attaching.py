@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,18 @@ class AttachedDrafters:
             logger.warning_once(f"The attached drafter is not used, plain decoding runs: {error}")
             return False
         return True
+
+    @contextmanager
+    def refusing(self, assistant: Any) -> Iterator[None]:
+        """Inside, transformers may refuse a language model as the assistant: its error then names our drafter."""
+        try:
+            yield
+        except ValueError as error:
+            refusal = str(error)
+            if not isinstance(assistant, PreTrainedModel) or is_drafter(assistant) or "assisted gen" not in refusal:
+                raise
+            remedy = "`assistant_model=hf_falcon.CausalLMDrafter(assistant_model)` takes this call."
+            raise ValueError(f"{refusal.rstrip('`.')}. {remedy}") from error
 
 
 def install() -> None:

@@ -153,6 +153,15 @@ def fingerprints(model: PreTrainedModel) -> dict[str, str | None]:
     }
 
 
+def name_target(drafter: PreTrainedModel, target: PreTrainedModel) -> None:
+    """Notes in a drafter's configuration the name and the fingerprints of the target that it was trained for."""
+    config: Any = drafter.config
+    if hasattr(config, "name_target"):
+        config.name_target(target)
+    else:
+        vars(config).update({"target_name_or_path": target.name_or_path or None, **fingerprints(target)})
+
+
 def _fingerprint(matrices: Iterable[torch.Tensor]) -> str | None:
     samples = []
     for matrix in matrices:

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, QuantoConfig, TorchAoConfig
 
 import hf_falcon
-from hf_falcon.checkpoint_files import embedding_fingerprint, weights_fingerprint
+from hf_falcon.checkpoint_files import embedding_fingerprint, name_target, weights_fingerprint
 from hf_falcon.core import draft_session
 from hf_falcon.core.draft_session import TargetHead
 from hf_falcon.cpu import skinny_gemm
@@ -215,7 +215,7 @@ def test_a_quantised_copy_is_recognised(make, caplog):
     for different in (other, quantised(make, other)):
         assert warning(different).startswith("The target's weights are not those of user/target")
     # A drafter that was trained for the quantised copy, and one from before embeddings were compared.
-    drafter.config.name_target(quantised(make))
+    name_target(drafter, quantised(make))
     assert warning(quantised(make)) == ""
     old = new_drafter(original)
     old.config.target_embedding_fingerprint = None

@@ -7,6 +7,7 @@ import pytest
 import simulated_device
 import torch
 from device_cases import CHAIN, Simulated, check
+from quick import quick
 from shrunken import tiny_model
 from tiny_models import (
     RECURRENT,
@@ -128,7 +129,7 @@ def test_accepted_branches_do_not_run_again():
 @pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("settings", SETTINGS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", quick(("gemma3", "bloom"), NAMES))
 def test_texts_are_those_of_plain_decoding(name, settings, schedule, rows):
     target, drafter = tiny_target("llama"), CausalLMDrafter(tiny_target(name))
     ids = random_tokens(rows, 10)

@@ -16,6 +16,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..checkpoint_files import name_target
 from ..core.drafter import DraftModel, FalconDraftModel
 from ..training.chat_templates import template_variables
 from ..training.dialogues import find_data
@@ -150,7 +151,7 @@ def adapt(
     if "before" not in report:
         report["before"] = decoded_tau(target, drafter, prompts)
         _write_report(folder, report)
-    drafter.config.name_target(target)
+    name_target(drafter, target)
     drafter.config.chat_template_kwargs = data.metadata.get("chat_template_kwargs", {})
     trainer = _trainer(target, drafter, data, held_out, arguments)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(arguments.output_dir))

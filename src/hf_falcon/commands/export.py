@@ -9,6 +9,7 @@ from typing import Literal
 from torch import nn
 from transformers import GenerationConfig
 
+from ..checkpoint_files import name_target
 from ..core.drafter import DraftModel
 from ..drafters.auto import AutoDrafter
 from ..drafters.eagle3 import Eagle3DraftModel
@@ -82,7 +83,7 @@ def main(argv: list[str]) -> int:
             target, _ = load_target(source, drafter.dtype, "cpu")
             drafter.check_target(target)
             if arguments.target is not None:
-                drafter.config.name_target(target)
+                name_target(drafter, target)
             if not arguments.without_embedding:
                 embedding = target.get_input_embeddings()
     with no_progress_bars(output):

@@ -192,12 +192,6 @@ class FalconDraftConfig(PreTrainedConfig):
         """
         return cls(**{**drafter_files().fields_for(target), **overrides})
 
-    def name_target(self, target: PreTrainedModel) -> None:
-        """Takes the name and the fingerprints of `target`, which the drafter has been trained for."""
-        self.target_name_or_path = target.name_or_path or None
-        for name, value in drafter_files().fingerprints(target).items():
-            setattr(self, name, value)
-
 
 def logit_processing(config: PreTrainedConfig) -> tuple[float, float | None]:
     """The factor of a target's logits (Cohere's `logit_scale`, Granite's 1 / `logits_scaling`), and their soft cap."""

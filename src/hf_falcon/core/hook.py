@@ -11,8 +11,8 @@ from __future__ import annotations
 import functools
 import inspect
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -53,6 +53,9 @@ class DrafterFinder(Protocol):
             settings (`dict`): what the user set for the call.
             arguments (`dict`): the call's keyword arguments.
         """
+
+    def refusing(self, assistant: Any) -> AbstractContextManager[object]:
+        """Inside, transformers may refuse an assistant that is no drafter: its error then names ours."""
 
 
 def _shared(name: str, make: Callable[[], Any]) -> Any:
@@ -198,7 +201,7 @@ def _wrap_assisted_decoding(stock: Callable[..., Any]) -> Callable[..., Any]:
     def assisted_decoding(self: Any, *args: Any, **kwargs: Any) -> Any:
         assistant: Any = kwargs.get("assistant_model")
         if not is_drafter(assistant):
-            with _naming_ours(assistant):
+            with _refusing(assistant):
                 return stock(self, *args, **kwargs)
         for name in ("assistant_model", "inputs_tensor"):
             kwargs.pop(name, None)
@@ -228,23 +231,14 @@ def _wrap_validate_generation_mode(stock: Callable[..., Any]) -> Callable[..., A
             # `assistant_tokenizer` that no drafter would read.
             if "assistant_tokenizer" not in kwargs or getattr(kwargs["assistant_model"], "reads_tokenizers", False):
                 kwargs = {name: value for name, value in kwargs.items() if name != "assistant_model"}
-        with _naming_ours(kwargs.get("assistant_model")):
+        with _refusing(kwargs.get("assistant_model")):
             stock(self, mode, config, kwargs)
 
     return validate
 
 
-@contextmanager
-def _naming_ours(assistant: Any) -> Iterator[None]:
-    """Inside, transformers may refuse a language model as the assistant: its error then names the drafter that can."""
-    try:
-        yield
-    except ValueError as error:
-        refusal = str(error)
-        if not isinstance(assistant, PreTrainedModel) or is_drafter(assistant) or "assisted gen" not in refusal:
-            raise
-        remedy = "`assistant_model=hf_falcon.CausalLMDrafter(assistant_model)` takes this call."
-        raise ValueError(f"{refusal.rstrip('`.')}. {remedy}") from error
+def _refusing(assistant: Any) -> AbstractContextManager[object]:
+    return _finders[0].refusing(assistant) if _finders else nullcontext()
 
 
 _WRAPPERS = {

@@ -299,10 +299,6 @@ class DrafterFiles:
         """Inside, transformers reads the file of this name."""
         return nullcontext()
 
-    def fingerprints(self, target: PreTrainedModel) -> dict[str, Any]:
-        """The fields of [`FalconDraftConfig`] by which the target's weights are known."""
-        return {}
-
     def fields_for(self, target: Any) -> dict[str, Any]:
         """
         The fields of a new drafter for a target; see [`FalconDraftConfig.from_target`].

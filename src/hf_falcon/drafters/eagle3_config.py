@@ -117,7 +117,7 @@ class Eagle3DraftConfig(SpeculatorsDraftConfig):
         return found
 
     def name_target(self, target: PreTrainedModel) -> None:
-        """See [`FalconDraftConfig.name_target`]."""
+        """Takes the name and the fingerprint of `target`, which the drafter has been trained for."""
         self._take_target(target.name_or_path, list(target.config.architectures or [type(target).__name__]))
         self.target_fingerprint = weights_fingerprint(target)
 

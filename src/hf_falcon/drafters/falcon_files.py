@@ -22,7 +22,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from ..checkpoint_files import fingerprints, reading, refuse_problems, weights_difference
+from ..checkpoint_files import reading, refuse_problems, weights_difference
 from ..core import custom_generate, drafter
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import FalconDraftModel
@@ -114,10 +114,6 @@ class CheckedFiles(DrafterFiles):
     def reading(self, name: str) -> AbstractContextManager[object]:
         """See [`checkpoint_files.reading`]."""
         return reading(name)
-
-    def fingerprints(self, target: PreTrainedModel) -> dict[str, Any]:
-        """See [`checkpoint_files.fingerprints`]."""
-        return fingerprints(target)
 
     def fields_for(self, target: PreTrainedConfig | PreTrainedModel) -> dict[str, Any]:
         """See [`target_sizes.fields_for`]."""
