@@ -207,3 +207,16 @@ def test_later_turns(tmp_path, monkeypatch, capsys):
     script.main()
     assert capsys.readouterr().out == f"{output}: 1 turns\n"
     assert [[message["content"] for message in turn.messages] for turn in read_dialogues(output)] == [list(texts[2:4])]
+
+
+def test_learn_while_serving(models, monkeypatch, capsys):
+    script = example("learn_while_serving")
+    target, tokenizer, _ = models(script)
+    words = ["--calls", "4", "--every", "2", "--held_out", "2", "--max_new_tokens", "8", "--share", "1.0"]
+    monkeypatch.setattr("sys.argv", ["learn_while_serving.py", *words])
+    rows = script.main()
+    assert [row["calls"] for row in rows] == [0, 2, 4] and all(row["tau"] >= 0 for row in rows)
+    # The comparisons are no calls to learn from.
+    assert "tokens in 4 calls" in capsys.readouterr().out
+    drafter = script.new_drafter(target, tokenizer)
+    script.run(target, encode(tokenizer, "abc", target.device), drafter, 4)

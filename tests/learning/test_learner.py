@@ -520,6 +520,8 @@ def test_a_drafter_without_room_to_learn_says_so():
         Learner(toy_drafter(target), target)
     with pytest.raises(ValueError, match="cannot learn"):
         hf_falcon.attach(target, toy_drafter(target), learn=True)
+    with pytest.raises(ValueError, match="cannot learn: a LookupDrafter"):
+        hf_falcon.attach(target, learn=True)
     # Nothing was attached.
     plain = target.generate(prompt(8), **CALL, return_dict_in_generate=True)
     assert not hasattr(plain, "draft_statistics")

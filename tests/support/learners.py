@@ -12,6 +12,7 @@ from hf_falcon import Learner, LearningOptions
 SIZES = {"block_size": 1, "num_lstm_layers": 0, "num_hidden_layers": 1, "scale": 0}
 # What learns a lot in seconds, and only when it is told to.
 FAST = {"learning_rate": 1e-2, "step_tokens": 64, "gate_steps": 4, "share": 0.0, "idle_share": 0.0}
+FAST |= {"rejected": 0.25}
 CALL = {"max_new_tokens": 24, "do_sample": False, "pad_token_id": 0}
 
 

@@ -93,8 +93,7 @@ class LearningStatistics:
 class Learner:
     """
     Trains a drafter on what its target computes in calls of `generate`. It needs no forward of the target: the
-    features of every verified token, also of rejected ones, are there already, and the target's head gives its
-    choices.
+    features of every verified token are there already, and the target's head gives its choices.
 
     Every call of the target with the drafter is watched from now on. Texts are kept in memory, some of them held out.
     A copy of the drafter is trained between calls and, by a thread of low priority, while no call runs; see

@@ -38,9 +38,10 @@ class LearningOptions:
         learning_rate (`float`, *optional*, defaults to 3e-4): of Muon for matrices, and of AdamW for the rest.
         step_tokens (`int`, *optional*, defaults to 256): predicted tokens of a step.
         uses (`int`, *optional*, defaults to 8): how often a text is learnt from, at most.
-        rejected (`float`, *optional*, defaults to 0.25):
-            Share of the learning that is from rejected draft tokens, behind which the target computed its choices,
-            too.
+        rejected (`float`, *optional*, defaults to 0.0):
+            Share of the learning that is from texts that end with rejected draft tokens: the target has computed its
+            choices there, too. For the demo's target such a prediction costs ten times as much as one of the text.
+            That of the place where a token was rejected is learnt in any case.
         held_out (`float`, *optional*, defaults to 0.2):
             Share of the prompts that are not learnt from. New weights are used if they accept more of them.
         gate_steps (`int`, *optional*, defaults to 16): steps between two such comparisons.
@@ -70,7 +71,7 @@ class LearningOptions:
     learning_rate: float = 3e-4
     step_tokens: int = 256
     uses: int = 8
-    rejected: float = 0.25
+    rejected: float = 0.0
     held_out: float = 0.2
     gate_steps: int = 16
     seed: int = 0

@@ -21,7 +21,7 @@ HELD_OUT_TEXTS, _NEWEST_SHARE = 32, 0.1
 # Positions of a forward in training, at most: it is not interrupted.
 MOST_ROWS = 256
 # Positions of the text before rejected tokens that are learnt from with them.
-_CONTEXT_ROWS = 24
+_CONTEXT_ROWS = 12
 # Rejected paths in a forward.
 _MOST_PATHS = 8
 
