@@ -18,8 +18,8 @@ from ..drafters.language_model import CausalLMDrafter
 from ..drafters.lookup_drafter import LookupDrafter
 from ..drafters.vocabularies import tokenizer_of
 from .decision import DecisionModel
+from .method_names import FALCON
 
-FALCON = "falcon"
 _CLASSIFIER = "falcon_classifier"
 # Good fixed sizes of trees: on two cores, and on devices where 32 nodes cost as much as one.
 _FIXED_SIZES = {
