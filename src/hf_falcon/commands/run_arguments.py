@@ -79,7 +79,8 @@ class CommandParser(argparse.ArgumentParser):
             self.add_argument(*names, action="store_true", **options)
             return
         if NoneType in get_args(kind):
-            (kind,) = (each for each in get_args(kind) if each is not NoneType)
+            # An object (`dict | str`) is text on the command line.
+            (kind,) = {*get_args(kind)} - {NoneType, dict}
         if get_origin(kind) is Literal:
             options |= {"type": str, "choices": get_args(kind)}
         elif get_origin(kind) is list:
