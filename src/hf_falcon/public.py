@@ -36,6 +36,7 @@ from .learning.learner import Learner, LearningStatistics
 from .learning.options import LearningOptions
 from .pipelines import install_in_pipelines
 from .static_trees import StaticTree, static_paths
+from .training.instant import instant_drafter
 
 __all__ = [
     "AutoDrafter",
@@ -64,6 +65,7 @@ __all__ = [
     "detach",
     "disable",
     "enable",
+    "instant_drafter",
     "pack_weights",
     "packed_weights",
     "row_invariant",

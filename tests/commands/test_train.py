@@ -40,6 +40,18 @@ def test_held_out_samples_that_are_too_long(workplace, tmp_path, capsys):
     assert "1 samples held out" in capsys.readouterr().out
 
 
+def test_a_new_drafter_starts_without_the_held_out_samples(workplace, tmp_path, monkeypatch):
+    data = TokenFile.load(workplace / "tokens.safetensors")
+    seen = []
+    start = train.start_falcon
+    monkeypatch.setattr(train, "start_falcon", lambda *args: seen.append(args[2]) or start(*args))
+    options = {"final_tau_prompts": 0, "eval_samples": 2, "max_steps": 1, "num_lstm_layers": 0, "block_size": 1}
+    assert train.main(arguments(workplace, tmp_path, **options)) == 0
+    held_out = min(2, len(data) // 10)
+    assert held_out > 0 and len(seen[0]) == len(data) - held_out
+    assert all(seen[0].sample(index)[0].equal(data.sample(index)[0]) for index in range(len(seen[0])))
+
+
 def test_training_from_kept_features(workplace, tmp_path, monkeypatch):
     """The same losses, nearly, and no forward of the target."""
     data = TokenFile.load(workplace / "tokens.safetensors")
@@ -102,7 +114,8 @@ def test_train_command(workplace, tmp_path):
     assert config["target_model_type"] == "llama" and config["target_fingerprint"] and config["feature_layers"] == [0]
 
     drafter = FalconDraftModel.from_pretrained(output)
-    data = TokenFile.load(workplace / "tokens.safetensors")
+    # Without the held-out samples.
+    data = TokenFile.load(workplace / "tokens.safetensors").first(28)
     assert torch.equal(drafter.draft_vocab_ids, frequent_tokens(data, VOCAB, 20)[0])
     mean, std = feature_statistics(tiny_target(), data)
     # Of stored features, in bfloat16.
@@ -240,7 +253,8 @@ def test_train_eagle3(workplace, tmp_path, capsys):
     assert config["transformer_layer_config"]["num_hidden_layers"] == 1
     assert config["eagle_aux_hidden_state_layer_ids"] and config["target_fingerprint"]
     drafter, other = AutoDrafter.from_pretrained(whole), AutoDrafter.from_pretrained(pieces)
-    data = TokenFile.load(workplace / "tokens.safetensors")
+    # Without the held-out samples.
+    data = TokenFile.load(workplace / "tokens.safetensors").first(28)
     assert torch.equal(drafter.draft_vocab_ids, frequent_tokens(data, VOCAB, 20)[0])
     for name, tensor in drafter.state_dict().items():
         torch.testing.assert_close(other.state_dict()[name], tensor, msg=name)

@@ -244,7 +244,7 @@ def test_context_bonuses(workplace, tmp_path, monkeypatch, capsys, draft_vocab_s
 
     # A text that repeats itself: what followed the latest tokens is a good guess.
     text = torch.cat((prompt(9), prompt(9), prompt(9)), dim=1)
-    sample = script.observe(drafter, target, text, 9, 2)
+    (sample,) = script.observe(drafter, target, text, 9, 2)
     assert sample.equal.max() == 2 and sample.equal.shape == sample.seen.shape
     bonuses = script.fit([sample], 2)
     assert script.loss(sample, bonuses) <= script.loss(sample, torch.zeros(3)) + 1e-3

@@ -23,6 +23,7 @@ METHOD_NAMES = (
     "falcon_no_cost_model",
     "falcon_no_lookup",
     "falcon",
+    "instant",
     "falcon_classifier",
     "falcon_speculative",
     "falcon_multi_root",

@@ -20,6 +20,8 @@ from ..drafters.vocabularies import tokenizer_of
 from .decision import DecisionModel
 from .method_names import FALCON
 
+# A drafter that is made for the target when the benchmark starts.
+INSTANT = "instant"
 _CLASSIFIER = "falcon_classifier"
 # Good fixed sizes of trees: on two cores, and on devices where 32 nodes cost as much as one.
 _FIXED_SIZES = {
@@ -35,7 +37,7 @@ class Models:
 
     Args:
         target ([`PreTrainedModel`]): the target.
-        drafters (`dict[str, DraftModel]`): its drafters by name: "falcon" for all methods `falcon...`,
+        drafters (`dict[str, DraftModel]`): its drafters by name: "falcon" for all methods `falcon...`, "instant",
             "eagle_like" and "medusa_like" for those methods, and any other name for a method of that name.
         draft_model ([`PreTrainedModel`], *optional*): a smaller language model.
         longest_context (`int`, *optional*): tokens of the longest dialogue, answers included.
@@ -95,6 +97,8 @@ def _fixed_tree(models: Models, name: str = FALCON, **options: Any) -> dict[str,
 
 def _eagle_like(models: Models) -> dict[str, Any]:
     name = "eagle_like" if "eagle_like" in models.drafters else FALCON
+    if name not in models.drafters:
+        return _drafter(models)
     config = models.drafters[name].config
     # Only Falcon drafters can have LSTM layers.
     lstm_layers = getattr(config, "num_lstm_layers", 0)
@@ -168,6 +172,7 @@ METHODS: dict[str, Callable[[Models], dict[str, Any]]] = {
     "falcon_no_cost_model": partial(_fixed_tree, prompt_lookup_num_tokens=DraftOptions.prompt_lookup_num_tokens),
     "falcon_no_lookup": partial(_drafter, prompt_lookup_num_tokens=0),
     "falcon": _drafter,
+    INSTANT: partial(_drafter, name=INSTANT),
     # A fitted decision model decides whether another pass runs, in place of the drafter's probabilities.
     _CLASSIFIER: _classifier,
     # For sampling: candidates that are drawn, and several roots (improved MCSD, biased). Greedy: as the methods above.

@@ -20,7 +20,7 @@ from ..bench.decision import DecisionModel
 from ..bench.medusa import MedusaLikeModel
 from ..bench.memory import drafter_bytes, weight_bytes
 from ..bench.method_names import FALCON
-from ..bench.methods import COMPILED, OTHER_SAMPLES, Models, resolve
+from ..bench.methods import COMPILED, INSTANT, OTHER_SAMPLES, Models, resolve
 from ..bench.metrics import PLAIN, summarise
 from ..bench.operations import RoundOperations
 from ..bench.prompts import read_turns
@@ -33,6 +33,7 @@ from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
 from ..cpu.row_invariant import row_invariant
 from ..training.chat_templates import template_variables
+from ..training.instant import instant_drafter
 from ..training.token_file import write_atomically
 from .bench_arguments import BenchArguments, parser
 from .main import installed_version
@@ -64,7 +65,7 @@ def main(argv: list[str]) -> int:
     dtype = resolve_dtype(arguments.dtype, device)
     models, tokenizer = _load(arguments, dtype, device)
     variables = template_variables(arguments.chat_template_kwargs)
-    note_other_variables(models.drafters[FALCON], variables)
+    note_other_variables(models.drafters.get(FALCON), variables)
     models.longest_context = longest_context(tokenizer, data, arguments.max_new_tokens, variables)
     methods, absent = resolve(arguments.method_names, models)
     if arguments.row_invariant:
@@ -129,7 +130,16 @@ def _load(
 ) -> tuple[Models, PreTrainedTokenizerBase]:
     """The models of all methods, in the shape that is asked for, and the tokenizer."""
     target, tokenizer = load_target(arguments.target, dtype, device)
-    models = Models(target, {FALCON: load_drafter(arguments.drafter, dtype, device)})
+    models = Models(target, {})
+    if arguments.drafter is None and arguments.target not in (None, TARGET_NAME):
+        models.absent[FALCON] = "no drafter is given as `drafter`, and there is none for this target"
+    else:
+        models.drafters[FALCON] = load_drafter(arguments.drafter, dtype, device)
+    if any(name.partition("@")[0] == INSTANT for name in arguments.method_names):
+        try:
+            models.drafters[INSTANT] = instant_drafter(target, tokenizer)
+        except ValueError as error:
+            models.absent[INSTANT] = str(error).rstrip(".")
     folders = dict(given.split("=", 1) for given in arguments.drafters)
     if arguments.eagle_like is not None:
         folders["eagle_like"] = arguments.eagle_like
@@ -178,8 +188,8 @@ def _scale(models: Models, name: str) -> None:
 def _environment(models: Models, dtype: torch.dtype) -> dict[str, Any]:
     """The models, libraries and machine of the measurements."""
     device = models.target.device
-    named = {"target": models.target, "drafter": models.drafters[FALCON]}
-    named |= {name: drafter for name, drafter in models.drafters.items() if name != FALCON}
+    named: dict[str, Any] = {"target": models.target}
+    named |= {"drafter" if name == FALCON else name: drafter for name, drafter in models.drafters.items()}
     if models.draft_model is not None:
         named["draft_model"] = models.draft_model
     found: dict[str, Any] = {}

@@ -1,7 +1,8 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
 `hf-falcon doctor`: why few draft tokens are accepted, with the evidence and the remedy of each cause; or, with
-`--exactness`, which modules of the target give a token other bits when several tokens run together.
+`--exactness`, which modules of the target give a token other bits when several tokens run
+together. For a target without a drafter, it says what can draft for it on this machine.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 from jinja2 import TemplateError
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
 from ..bench.diagnosis import Case, Diagnosis, Inputs, Reference, Template, diagnose
@@ -31,10 +32,20 @@ from ..training.json_text import short
 from ..training.provenance import PROVENANCE_NAME
 from ..training.token_file import chat_template_sha256
 from .adapt import REPORT_NAME
+from .at_hand import at_hand
 from .card import final_tau, read_card, tau_of
 from .doctor_arguments import DoctorArguments, parser
 from .learning import describe, learnt_drafter, learnt_report
-from .models import encode, load_network, load_target, resolve_device, resolve_dtype, shipped_drafter
+from .models import (
+    TARGET_NAME,
+    encode,
+    load_network,
+    load_target,
+    resolve_device,
+    resolve_dtype,
+    shipped_drafter,
+    source_named,
+)
 
 # Everyday prompts by kind. None is of MT-bench, HumanEval or GSM8K.
 PROMPTS = {
@@ -290,6 +301,19 @@ def _filled(text: str, indent: str = "") -> str:
     return textwrap.fill(text, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
+def _without_drafter(arguments: DoctorArguments) -> int:
+    """Says what can draft for the target. Its weights are not loaded."""
+    name = str(arguments.target)
+    with source_named("target", name):
+        ways = at_hand(AutoConfig.from_pretrained(name), name)
+    if arguments.json:
+        print(json.dumps({"target": name, "drafter": None, "at_hand": ways}))
+    else:
+        print(f"No `drafter` is given. What can draft for {name} on this machine:\n")
+        print("\n".join(_filled(f"{way}: {text}", "   ") for way, text in ways.items()))
+    return 0
+
+
 def exactness_tables(found: list[Exactness]) -> str:
     """Two tables: what differs in a forward, and which modules differ by themselves."""
     forward = [["tokens", "form", "first module that differs", "share", "share of logits"]]
@@ -336,6 +360,8 @@ def main(argv: list[str]) -> int:
     arguments = DoctorArguments(**vars(parser().parse_args(argv)))
     if arguments.exactness:
         return show_exactness(arguments)
+    if arguments.drafter is None and arguments.target not in (None, TARGET_NAME):
+        return _without_drafter(arguments)
     texts = PROMPTS
     if arguments.data:
         texts = {Path(path).stem: [turns[0] for turns in read_turns(path, arguments.limit)] for path in arguments.data}

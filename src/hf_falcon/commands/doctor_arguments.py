@@ -20,7 +20,8 @@ class DoctorArguments:
     Arguments of `hf-falcon doctor`.
 
     Args:
-        target, drafter (`str`, *optional*): names or folders; the models of the demo if left out.
+        target, drafter (`str`, *optional*): names or folders; the models of the demo if left out. With another target
+            and no drafter, the command says what can draft for it.
         data (`list[str]`, *optional*): what `hf-falcon prepare` reads, or `mt_bench`, `humaneval`, `gsm8k` of the Hub;
             the first turn is the prompt. Built-in prompts if left out; otherwise the acceptance is compared with
             theirs.

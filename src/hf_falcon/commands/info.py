@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
 `hf-falcon info REPOSITORY`: describes a drafter from its configuration, its card and the headers of its weight files,
-without downloading weights.
+without downloading weights; of a language model, which can be a target, it also says what can draft for it here.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from huggingface_hub import HfApi
 from huggingface_hub.errors import EntryNotFoundError
+from transformers import AutoConfig
 from transformers import initialization as init
 from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 
@@ -27,6 +28,7 @@ from ..drafters.checkpoints import read_fields
 from ..drafters.files import pinned, stored_tensors
 from ..drafters.language_model import CausalLMDrafter
 from ..drafters.lookup_drafter import LOOKUP
+from .at_hand import at_hand
 from .card import read_card, tau_of
 from .info_arguments import InfoArguments, parser
 
@@ -167,6 +169,9 @@ def main(argv: list[str]) -> int:
             '"lookup" is prompt lookup alone: it has no files, and is for any target. A folder is "./lookup".'
         )
     info = describe(repository, arguments.revision)
+    if info["method"] == _LANGUAGE_MODEL:
+        revision = pinned(repository, revision=arguments.revision)["revision"]
+        info["at_hand"] = at_hand(AutoConfig.from_pretrained(repository, revision=revision), repository)
     if arguments.json:
         print(json.dumps(info))
         return 0
@@ -185,6 +190,10 @@ def main(argv: list[str]) -> int:
     }
     for name, text in rows.items():
         print(f"{name:<12}{text}")
+    if "at_hand" in info:
+        print("\nAs a target, what can draft for it here:")
+        for name, text in info["at_hand"].items():
+            print(f"{name:<15}{text}")
     return 0
 
 

@@ -62,7 +62,8 @@ def main(argv: list[str]) -> int:
         stored = StoredFeatures(options.features_dir, target, data, layers)
     else:
         stored = kept_features(options.data, files, target, layers)
-    drafter = _drafter(options, target, data, stored)
+    # A new drafter starts from samples that are trained on: those that are held out judge it.
+    drafter = _drafter(options, target, data.first(_trained_on(options, data)), stored)
     if "chat_template_kwargs" in data.metadata:
         # `generate` and `doctor` compare them with a call's.
         drafter.config.chat_template_kwargs = data.metadata["chat_template_kwargs"]
@@ -90,11 +91,16 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def _trained_on(options: DrafterArguments, data: TokenFile) -> int:
+    """The number of samples to train on; those after them are held out."""
+    return len(data) - min(options.eval_samples, len(data) // 10)
+
+
 def _split(
     options: DrafterArguments, data: TokenFile, stored: Features | None = None
 ) -> tuple[DraftSamples, DraftSamples | None]:
     """The samples to train on, and the held-out samples."""
-    first = len(data) - min(options.eval_samples, len(data) // 10)
+    first = _trained_on(options, data)
     samples = DraftSamples(data, list(range(first)), options.max_length, stored)
     if first == len(data):
         return samples, None

@@ -12,8 +12,9 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
+import transformers
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # The sign of a space in a byte-level vocabulary.
 _SPACE = "Ġ"
@@ -31,7 +32,8 @@ def tokenizer_of(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
         _tokenizers[model] = None
         if model.name_or_path:
             try:
-                _tokenizers[model] = AutoTokenizer.from_pretrained(model.name_or_path)
+                # transformers imports it where it is first asked for.
+                _tokenizers[model] = transformers.AutoTokenizer.from_pretrained(model.name_or_path)
             # A checkpoint without a tokenizer, and one that is not there: libraries raise errors of many kinds.
             except Exception:
                 pass

@@ -204,7 +204,30 @@ class JoinedFeatures:
         return part.sample(place, layers)
 
 
-Features: TypeAlias = StoredFeatures | JoinedFeatures
+class MemoryFeatures:
+    """
+    The features of samples in memory. See [`StoredFeatures`] for the methods.
+
+    Args:
+        rows (list of `torch.Tensor` of shape `(length, (1 + layers) * hidden_size)`): of each sample.
+        layers (sequence of `int`): the layers whose outputs follow the features.
+        width (`int`): the hidden size.
+    """
+
+    def __init__(self, rows: list[Tensor], layers: Sequence[int], width: int):
+        self._rows, self._layers, self._width = rows, tuple(layers), width
+
+    def has(self, layers: Sequence[int]) -> bool:
+        return set(layers) <= set(self._layers)
+
+    def sample(self, index: int, layers: Sequence[int] | None = None) -> Tensor:
+        if layers is None:
+            return self._rows[index]
+        parts = self._rows[index].split(self._width, dim=-1)
+        return torch.cat([parts[0], *(parts[1 + self._layers.index(layer)] for layer in layers)], dim=-1)
+
+
+Features: TypeAlias = StoredFeatures | JoinedFeatures | MemoryFeatures
 
 
 def kept_folder(token_file: str | Path) -> Path:

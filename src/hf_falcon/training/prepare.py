@@ -13,7 +13,7 @@ import re
 import shutil
 from array import array
 from collections import Counter
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,7 +24,7 @@ import torch
 import transformers
 from accelerate import PartialState
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache, StoppingCriteria
 
 from ..checkpoint_files import weights_fingerprint
 from ..core.target_parts import FeatureTap
@@ -626,6 +626,76 @@ def _generate_parts(
             progress.update(len(batch))
 
 
+def responses_in_memory(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    max_new_tokens: int,
+    layers: Sequence[int] = (),
+    temperatures: Sequence[float] = (0.0, 0.7),
+    batch_size: int = 48,
+    seed: int = 0,
+    progress: bool = True,
+) -> tuple[TokenFile, list[torch.Tensor]]:
+    """
+    The target's responses to some texts, as [`prepare`] makes them, without files.
+
+    Args:
+        model, tokenizer: the target. Without a chat template, a text itself is the prompt.
+        texts (sequence of `str`): users' messages.
+        max_new_tokens (`int`): longest response in tokens.
+        layers (sequence of `int`, *optional*): layers whose outputs are kept beside the features.
+        temperatures (sequence of `float`, *optional*, defaults to `(0.0, 0.7)`): batches take these in turn.
+        batch_size, seed (`int`, *optional*): see [`PrepareArguments`].
+        progress (`bool`, *optional*, defaults to `True`): whether a progress bar is shown.
+
+    Returns:
+        [`TokenFile`], and of each sample the features as of [`target_features`], in bfloat16 on the CPU; the last row
+        is zero.
+    """
+    template = ChatTemplate(tokenizer)
+    rendered = [template.prompt([{"role": "user", "content": text}], None, "prompt") for text in texts]
+    # A chat template writes the special tokens itself.
+    ids = tokenizer(rendered, add_special_tokens=template.source() is None, verbose=False)["input_ids"]
+    prompts = [array("i", row) for row in ids]
+    batches = _batches([len(prompt) for prompt in prompts], batch_size, seed)
+    found: dict[int, tuple[torch.Tensor, float, torch.Tensor]] = {}
+    with tqdm(total=len(batches) * max_new_tokens, desc="responses", unit=" steps", disable=not progress) as bar:
+        for number, batch in enumerate(batches):
+            temperature, own = temperatures[number % len(temperatures)], [prompts[index] for index in batch]
+            with FeatureTap(model, layers) as tap:
+                responses = _respond(model, tokenizer, own, temperature, max_new_tokens, seed + number, _Steps(bar))
+            rows = _features_of(tap.take(), own, responses)
+            for index, response, features in zip(batch, responses, rows, strict=True):
+                found[index] = torch.cat([torch.tensor(prompts[index]), response]), temperature, features
+            bar.update((number + 1) * max_new_tokens - bar.n)
+    in_order = [found[index] for index in range(len(texts))]
+    metadata = {
+        "target": model.config.name_or_path or None,
+        "target_fingerprint": weights_fingerprint(model),
+        "chat_template_sha256": chat_template_sha256(tokenizer.chat_template),
+    }
+    file = TokenFile.from_samples(
+        [tokens for tokens, _, _ in in_order],
+        [len(prompt) for prompt in prompts],
+        [temperature for _, temperature, _ in in_order],
+        max(model.config.get_text_config(decoder=True).vocab_size, len(tokenizer)),
+        metadata,
+    )
+    return file, [features for _, _, features in in_order]
+
+
+class _Steps(StoppingCriteria):
+    """Moves a progress bar at each step, and stops nothing."""
+
+    def __init__(self, bar: Any):
+        self._bar = bar
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        self._bar.update()
+        return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
+
+
 def _is_done(arguments: PrepareArguments, parts: Path, index: int) -> bool:
     """Whether a batch is on disk. The same command without `keep_features` may have written its part."""
     return _part(parts, index).exists() and (
@@ -660,9 +730,10 @@ def _respond(
     temperature: float,
     max_new_tokens: int,
     seed: int,
+    observer: StoppingCriteria | None = None,
 ) -> list[torch.Tensor]:
     """
-    The target's responses to a batch of prompts.
+    The target's responses to a batch of prompts. `observer` is called at every step.
 
     Returns:
         `list` of `torch.Tensor` of shape `(new_tokens,)`, int64: up to and with the first EOS, no padding.
@@ -697,6 +768,7 @@ def _respond(
             pad_token_id=pad_token_id,
             # Every batch has another shape, for which `generate` would compile again.
             disable_compile=True,
+            stopping_criteria=[] if observer is None else [observer],
             **options,
         )
     new = sequences[:, width:].cpu()

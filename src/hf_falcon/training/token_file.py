@@ -113,6 +113,17 @@ class TokenFile:
         # Converted after slicing, so that only this part of a mapped file is read.
         return self.tokens[start:end].to(torch.int64), int(self.prompt_lengths[index])
 
+    def first(self, count: int) -> TokenFile:
+        """The first `count` dialogues."""
+        end = int(self.offsets[count])
+        return TokenFile(
+            self.tokens[:end],
+            self.offsets[: count + 1],
+            self.prompt_lengths[:count],
+            self.temperatures[:count],
+            self.metadata,
+        )
+
     def check_vocabulary(self, vocab_size: int, name: str | Path) -> None:
         """
         Checks that a target has all the tokens.
