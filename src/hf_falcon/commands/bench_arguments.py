@@ -53,8 +53,8 @@ class BenchArguments:
     methods: str = field(
         default="plain,prompt_lookup,falcon",
         metadata={
-            "help": f"Separated by commas, from {', '.join(METHOD_NAMES)}. `falcon@8` is `falcon` with 8 nodes a tree; "
-            "the same holds for all methods that draft trees."
+            "help": f"Separated by commas, from {', '.join(METHOD_NAMES)}. `falcon@8` is `falcon` with 8 nodes a "
+            "tree; the same holds for all methods that draft trees."
         },
     )
     node_budgets: list[int] = field(
