@@ -49,6 +49,8 @@ class InstantArguments:
 
 def is_drafter(folder: Path) -> bool:
     """Whether a folder holds a Falcon drafter."""
+    from ..core.drafter import FalconDraftModel
+
     file = folder / "config.json"
     return file.is_file() and f'"{FalconDraftModel.config_class.model_type}"' in file.read_text(encoding="utf-8")
 
