@@ -17,6 +17,7 @@ from transformers import CompileConfig, GenerationMixin
 from hf_falcon import CausalLMDrafter
 from hf_falcon.bench import methods, runner
 from hf_falcon.bench.decision import DecisionModel
+from hf_falcon.bench.method_names import METHOD_NAMES
 from hf_falcon.bench.metrics import first_difference, summarise
 from hf_falcon.bench.runner import Benchmark, longest_context
 from hf_falcon.bench.traces import TraceFile
@@ -27,6 +28,10 @@ from hf_falcon.cpu.packing import is_packed
 
 DATA = {"first": [["abc", "de"], ["fgh"]], "second": [["ijk"]]}
 SETTINGS = {"max_new_tokens": 12, "do_sample": False}
+
+
+def test_the_help_names_every_method():
+    assert METHOD_NAMES == tuple(methods.METHODS)
 
 
 def test_both_loops_with_a_draft_model(models):

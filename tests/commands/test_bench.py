@@ -16,7 +16,7 @@ from tiny_models import (
 from hf_falcon.bench import methods
 from hf_falcon.bench.decision import DecisionModel
 from hf_falcon.bench.medusa import MedusaLikeModel
-from hf_falcon.bench.scaled import SHAPES
+from hf_falcon.bench.shapes import SHAPES
 from hf_falcon.bench.traces import TRACES_NAME
 from hf_falcon.commands import bench
 

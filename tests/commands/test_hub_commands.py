@@ -306,7 +306,9 @@ def test_chat(saved, capsys, monkeypatch):
 
 def test_packed_and_compiled_models(saved, monkeypatch):
     asked = []
-    monkeypatch.setattr(generate, "compile_rounds", lambda target, drafter: asked.append((target, drafter)))
+    monkeypatch.setattr(
+        "hf_falcon.cpu.compiling.compile_rounds", lambda target, drafter: asked.append((target, drafter))
+    )
     models = {"target": str(saved / "target"), "drafter": str(saved / "drafter"), "dtype": "float32"}
     target, _, drafter = generate.GenerateArguments(**models).load()
     assert not is_packed(target) and not is_packed(drafter) and not asked
@@ -427,7 +429,7 @@ def test_commands_take_drafters_of_other_methods(saved, tmp_path, capsys, monkey
     drafter = new_eagle3(tiny_target("llama"))
     drafter.save_pretrained(tmp_path) if layout == "speculators" else write_original(drafter, tmp_path)
     compiled = []
-    monkeypatch.setattr(generate, "compile_rounds", lambda target, drafter: compiled.append(drafter))
+    monkeypatch.setattr("hf_falcon.cpu.compiling.compile_rounds", lambda target, drafter: compiled.append(drafter))
     common = ["generate", "--target", str(saved / "target"), "--dtype", "float32", "--max_new_tokens", "20"]
     texts = []
     for words in (["--plain"], ["--drafter", str(tmp_path)], ["--drafter", str(tmp_path), "--pack", "--compile"]):

@@ -241,7 +241,7 @@ def test_neither_side_always_goes_first():
 
 
 def test_demo_arguments(monkeypatch):
-    parser = demo.CommandParser(demo.DemoArguments)
+    parser = demo.parser()
     found = parser.parse_args(["--max-new-tokens", "5", "--prompt", "a", "b", "--prompt", "c", "--json"])
     assert (found.max_new_tokens, found.prompt, found.json) == (5, ["a", "b", "c"], True)
     assert parser.parse_args(["--max_new_tokens", "6"]).max_new_tokens == 6

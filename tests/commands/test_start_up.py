@@ -46,6 +46,15 @@ def test_nothing_heavy_is_imported_before_a_command_runs(tmp_path, program, word
     assert result.stderr.splitlines()[-1] == "imported:"
 
 
+@pytest.mark.parametrize("name", sorted(entry.COMMANDS))
+def test_the_help_of_a_command_imports_nothing_heavy(tmp_path, name):
+    """Except that of `train`, which lists the arguments of transformers' Trainer."""
+    result = run(tmp_path, "-m", "hf_falcon", name, "--help")
+    assert result.returncode == 0 and f"usage: hf-falcon {name}" in result.stdout
+    heavy = ["torch", "transformers"] if name == "train" else []
+    assert result.stderr.splitlines()[-1].split()[1:] == heavy
+
+
 def test_a_command_finds_the_drafters_installed(tmp_path, program):
     """As after `import hf_falcon` elsewhere; the public names are there too."""
     command = "import hf_falcon\nfrom transformers import GenerationMixin\n\ndef main(argv):\n"

@@ -28,7 +28,7 @@ import hf_falcon
 from hf_falcon import FalconDraftModel
 from hf_falcon.commands import main as entry
 from hf_falcon.commands import models, serving, train
-from hf_falcon.commands.run_arguments import parse_run
+from hf_falcon.commands.run_arguments import CommandParser, parse_run
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(f"docs/{file.name}" for file in ROOT.glob("docs/*.md"))
@@ -70,7 +70,7 @@ class Parsed(Exception):
 @pytest.fixture
 def parse_only(monkeypatch):
     """Commands parse and check their arguments, and stop there."""
-    parser_class, parse = transformers.HfArgumentParser, argparse.ArgumentParser.parse_args
+    parse = argparse.ArgumentParser.parse_args
 
     def parse_args(self, *args, **kwargs):
         found = vars(parse(self, *args, **kwargs))
@@ -78,15 +78,11 @@ def parse_only(monkeypatch):
             kind(**{field.name: found[field.name] for field in dataclasses.fields(kind) if field.init})
         raise Parsed
 
-    def parse_args_into_dataclasses(self, args):
-        return parse_args(self, args)
-
     def parse_the_run(*args, **kwargs):
         parse_run(*args, **kwargs)
         raise Parsed
 
-    monkeypatch.setattr(parser_class, "parse_args", parse_args)
-    monkeypatch.setattr(parser_class, "parse_args_into_dataclasses", parse_args_into_dataclasses)
+    monkeypatch.setattr(CommandParser, "parse_args", parse_args)
     monkeypatch.setattr(train, "parse_run", parse_the_run)
     # Files that a command names lie where it is given.
     monkeypatch.chdir(ROOT)

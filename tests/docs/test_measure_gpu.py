@@ -14,7 +14,7 @@ from bench_runs import SHAPE
 from tiny_models import tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import PreTrainedModel
 
-from hf_falcon.bench.scaled import SHAPES
+from hf_falcon.bench.shapes import SHAPES
 from hf_falcon.commands import bench
 
 ROOT = Path(__file__).parents[2]

@@ -18,8 +18,8 @@ from ..drafters.language_model import CausalLMDrafter
 from ..drafters.lookup_drafter import LookupDrafter
 from ..drafters.vocabularies import tokenizer_of
 from .decision import DecisionModel
+from .method_names import FALCON
 
-FALCON = "falcon"
 # A drafter that is made for the target when the benchmark starts.
 INSTANT = "instant"
 _CLASSIFIER = "falcon_classifier"

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import math
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any
 
 import psutil
@@ -23,6 +23,7 @@ from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import DraftModel, FalconDraftModel
 from .medusa import MedusaLikeModel
 from .memory import weight_bytes
+from .shapes import Shape
 
 # Fields of a drafter's configuration for parts that are not scaled.
 _UNSCALABLE = (
@@ -33,32 +34,6 @@ _UNSCALABLE = (
     "use_qk_norm",
     "use_post_norms",
 )
-
-
-@dataclass(frozen=True)
-class Shape:
-    """
-    The shape of a Llama-like model.
-
-    Args:
-        hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads, head_dim (`int`):
-            As in [`~transformers.LlamaConfig`].
-    """
-
-    hidden_size: int
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int
-    head_dim: int
-
-
-# Llama-3.2-1B, Llama-2-7B (and Vicuna's) and Llama-2-13B.
-SHAPES = {
-    "1b": Shape(2048, 8192, 16, 32, 8, 64),
-    "7b": Shape(4096, 11008, 32, 32, 32, 128),
-    "13b": Shape(5120, 13824, 40, 40, 40, 128),
-}
 
 
 @torch.no_grad()

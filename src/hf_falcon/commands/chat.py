@@ -10,30 +10,17 @@ import os
 import re
 import sys
 import time
-from dataclasses import dataclass, field
 from types import TracebackType
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from .generate import DecodingArguments, Reply, show
-from .learning import LearningArguments
-from .run_arguments import CommandParser
+from .chat_arguments import ChatArguments, parser
+from .generate import Reply, show
 
 _HELP = """/help    show this list
 /clear   forget the conversation, and start again
 /exit    end the chat; so do /quit, exit, quit, an empty line and Ctrl-D
 Ctrl-C   stop the reply that is being written, or forget the line that is being typed"""
-
-
-@dataclass
-class ChatArguments(LearningArguments, DecodingArguments):
-    """Arguments of `hf-falcon chat`; `help` describes each."""
-
-    system: str | None = field(default=None, metadata={"help": "A system message, before the conversation."})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_learning(self.plain)
 
 
 class StatusLine:
@@ -144,8 +131,7 @@ def answer(
 
 def main(argv: list[str]) -> int:
     """Runs `hf-falcon chat`."""
-    parser = CommandParser(ChatArguments, prog="hf-falcon chat", description=__doc__)
-    arguments = ChatArguments(**vars(parser.parse_args(argv)))
+    arguments = ChatArguments(**vars(parser().parse_args(argv)))
     target, tokenizer, drafter = arguments.load()
     print("Ctrl-C stops a reply; /help lists the commands; /exit ends the chat.", file=sys.stderr)
     with arguments.learning(target, drafter):

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -18,9 +17,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from ..bench.runner import timed
 from ..cpu.row_invariant import row_invariant, unsupported_reason
+from .demo_arguments import DemoArguments, parser
 from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
 from .report import Row, run_order, summary, table
-from .run_arguments import CommandParser, at_least
 
 PROMPTS = {
     "chat": "My sister moves to a small town by the sea next month and worries about feeling lonely there. "
@@ -33,36 +32,6 @@ PROMPTS = {
 
 # Takes the next piece of text of the plain (0) or of the assisted (1) column.
 Show = Callable[[int, str], None]
-
-
-@dataclass
-class DemoArguments:
-    """Arguments of `hf-falcon demo`; `help` describes each."""
-
-    target: str | None = field(
-        default=None, metadata={"help": "Target, from the Hub or a folder. By default SmolLM2-135M-Instruct."}
-    )
-    drafter: str | None = field(
-        default=None,
-        metadata={"help": "Drafter, from the Hub or a folder. By default the one for SmolLM2-135M-Instruct."},
-    )
-    prompt: list[str] | None = field(
-        default=None, metadata={"help": "Your own prompts, in place of the three of the demo.", "action": "extend"}
-    )
-    max_new_tokens: int = field(default=128, metadata={"help": "New tokens a prompt, at most."})
-    num_assistant_tokens: int | None = field(
-        default=None,
-        metadata={"help": "Draft tokens that the target verifies a round, in place of the drafter's own."},
-    )
-    repeats: int = field(default=2, metadata={"help": "Timed runs of each kind; the median counts."})
-    dtype: str = field(
-        default="auto", metadata={"help": "auto (the fastest on the device), float32, bfloat16 or float16."}
-    )
-    device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
-    json: bool = field(default=False, metadata={"help": "Print the measurements as one JSON object, nothing else."})
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "max_new_tokens", "repeats", "num_assistant_tokens")
 
 
 def generate(
@@ -203,8 +172,7 @@ def main(argv: list[str]) -> int:
     Runs the demo. Returns 1 if any output differs, else 0. In 16 bits on a CPU both ways of decoding run inside
     [`row_invariant`]; elsewhere only float32 shows whether the drafter changes an output.
     """
-    parser = CommandParser(DemoArguments, prog="hf-falcon demo", description=__doc__)
-    arguments = DemoArguments(**vars(parser.parse_args(argv)))
+    arguments = DemoArguments(**vars(parser().parse_args(argv)))
     device = resolve_device(arguments.device)
     dtype = resolve_dtype(arguments.dtype, device)
     prompts = {f"prompt {i}": prompt for i, prompt in enumerate(arguments.prompt or (), start=1)} or PROMPTS

@@ -3,9 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Literal
-
 from torch import nn
 from transformers import GenerationConfig
 
@@ -13,26 +10,8 @@ from ..checkpoint_files import name_target
 from ..core.drafter import DraftModel
 from ..drafters.auto import AutoDrafter
 from ..drafters.eagle3 import Eagle3DraftModel
+from .export_arguments import ExportArguments, parser
 from .models import load_target, no_progress_bars
-from .run_arguments import CommandParser
-
-
-@dataclass
-class ExportArguments:
-    """Arguments of `hf-falcon export`; `help` describes each."""
-
-    format: Literal["speculators"] = field(
-        default="speculators", metadata={"help": "Layout: that of the package speculators, which vLLM reads."}
-    )
-    target: str | None = field(
-        default=None,
-        metadata={"help": "Name or folder of the target, for the file and its embedding. By default the drafter's."},
-    )
-    dtype: str | None = field(default=None, metadata={"help": "Dtype of the weights; by default as they are."})
-    without_embedding: bool = field(
-        default=False,
-        metadata={"help": "Leave out the target's embedding. The file is smaller, and the engine must add it."},
-    )
 
 
 def export(drafter: DraftModel, output: str, embedding: nn.Embedding | None = None) -> None:
@@ -69,10 +48,7 @@ def export(drafter: DraftModel, output: str, embedding: nn.Embedding | None = No
 
 def main(argv: list[str]) -> int:
     """Runs `hf-falcon export`."""
-    parser = CommandParser(ExportArguments, prog="hf-falcon export", description=__doc__)
-    parser.add_argument("drafter", help="Folder or repository of the drafter.")
-    parser.add_argument("output", help="Folder to write.")
-    found = vars(parser.parse_args(argv))
+    found = vars(parser().parse_args(argv))
     name, output = found.pop("drafter"), found.pop("output")
     arguments = ExportArguments(**found)
     drafter = AutoDrafter.from_pretrained(name, dtype=arguments.dtype)

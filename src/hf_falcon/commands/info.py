@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from ..drafters.language_model import CausalLMDrafter
 from ..drafters.lookup_drafter import LOOKUP
 from .at_hand import at_hand
 from .card import read_card, tau_of
-from .run_arguments import CommandParser
+from .info_arguments import InfoArguments, parser
 
 # The methods' names, by `speculators_model_type`.
 _METHODS = {"eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
@@ -39,14 +38,6 @@ _LANGUAGE_MODEL = "language model"
 _LAYOUTS = {"hf_falcon": "", "original": ", original layout", "speculators": ", layout of the package speculators"}
 # Of each tensor of a checkpoint its dtype, in the words of safetensors, and its shape.
 Headers = dict[str, tuple[str, tuple[int, ...]]]
-
-
-@dataclass
-class InfoArguments:
-    """Arguments of `hf-falcon info`; `help` describes each."""
-
-    revision: str | None = field(default=None, metadata={"help": "Branch, tag or commit of a repository."})
-    json: bool = field(default=False, metadata={"help": "Print one JSON object, nothing else."})
 
 
 def describe(repository: str, revision: str | None = None) -> dict[str, Any]:
@@ -170,9 +161,7 @@ def _headers(repository: str, files: Iterable[str], commit: str | None) -> Heade
 
 def main(argv: list[str]) -> int:
     """Runs `hf-falcon info`."""
-    parser = CommandParser(InfoArguments, prog="hf-falcon info", description=__doc__)
-    parser.add_argument("repository", help="Repository of the Hub, or a folder.")
-    found = vars(parser.parse_args(argv))
+    found = vars(parser().parse_args(argv))
     repository = found.pop("repository")
     arguments = InfoArguments(**found)
     if repository == LOOKUP:

@@ -7,61 +7,18 @@
 from __future__ import annotations
 
 import shlex
-from dataclasses import dataclass, field
-from pathlib import Path
 
 from ..bench.prompts import read_turns
-from ..core.drafter import FalconDraftModel
 from ..training.instant import instant_drafter
 from ..training.own_prompts import PROMPTS
 from .card import write_card
+from .instant_arguments import InstantArguments, parser
 from .models import load_target, resolve_device
-from .run_arguments import CommandParser, at_least
-
-
-@dataclass
-class InstantArguments:
-    """Arguments of `hf-falcon instant`; `help` describes each. See [`instant_drafter`]."""
-
-    output: str = field(metadata={"help": "Folder of the drafter to write."})
-    target: str | None = field(default=None, metadata={"help": "Target, from the Hub or a folder."})
-    data: str | None = field(
-        default=None,
-        metadata={"help": "JSON-lines file with `turns`: prompts like those of your use, in place of the package's."},
-    )
-    limit: int | None = field(default=None, metadata={"help": "Prompts, from the start; all by default."})
-    max_new_tokens: int = field(default=96, metadata={"help": "Tokens of a response, at most."})
-    num_draft_layers: int = field(default=2, metadata={"help": "Layers of the target to copy, the last ones."})
-    feature_layers: list[int] | None = field(
-        default=None,
-        metadata={"help": "Layers of the target that the drafter reads beside the last; two by default, -1 for none."},
-    )
-    draft_vocab_size: int | None = field(
-        default=None, metadata={"help": "Tokens that the drafter scores; by default at most 16,384."}
-    )
-    seed: int = field(default=0, metadata={"help": "Seed of the sampled responses."})
-    dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
-    device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "num_draft_layers", "draft_vocab_size")
-        at_least(self, 8, "limit")
-        at_least(self, 4, "max_new_tokens")
-        folder = Path(self.output)
-        if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not is_drafter(folder)):
-            raise ValueError(f"`output` is {self.output!r}, which holds other files: give a new folder.")
-
-
-def is_drafter(folder: Path) -> bool:
-    """Whether a folder holds a Falcon drafter."""
-    file = folder / "config.json"
-    return file.is_file() and f'"{FalconDraftModel.config_class.model_type}"' in file.read_text(encoding="utf-8")
 
 
 def main(argv: list[str]) -> int:
     """Runs `hf-falcon instant`."""
-    parser = CommandParser(InstantArguments, prog="hf-falcon instant", description=__doc__)
-    arguments = InstantArguments(**vars(parser.parse_args(argv)))
+    arguments = InstantArguments(**vars(parser().parse_args(argv)))
     prompts = None
     if arguments.data is not None:
         prompts = [turns[0] for turns in read_turns(arguments.data, arguments.limit)]

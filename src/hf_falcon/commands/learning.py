@@ -3,57 +3,12 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedModel
-
 from ..checkpoint_files import read_json
-from ..learning.learner import LearningStatistics, start_learning
-from ..learning.options import LearningOptions
+from ..learning.learner import LearningStatistics
 from ..learning.state import DRAFTER_NAME, REPORT_NAME
-
-
-@dataclass
-class LearningArguments:
-    """Arguments of commands whose drafter may learn; `help` describes each."""
-
-    learn: str | None = field(
-        default=None,
-        metadata={"help": "Folder: the drafter learns from the texts, and keeps there what it has learnt."},
-    )
-    keep_samples: bool = field(
-        default=False, metadata={"help": "Keep the texts in that folder, too: learning goes on with them."}
-    )
-
-    def check_learning(self, plain: bool) -> None:
-        """
-        Raises:
-            `ValueError`: if nothing can learn; it names the fields and the remedy.
-        """
-        if self.learn is not None and plain:
-            raise ValueError("`learn` is for a drafter, and with `plain` there is none: leave one of the two out.")
-        if self.keep_samples and self.learn is None:
-            raise ValueError("`keep_samples` is True and there is no `learn` folder to keep them in: give one.")
-
-    @contextmanager
-    def learning(self, target: PreTrainedModel, drafter: PreTrainedModel | None) -> Iterator[None]:
-        """Inside, the drafter learns from the calls of the target, if it is asked to; its progress goes to stderr."""
-        if self.learn is None or drafter is None:
-            yield
-            return
-        options = LearningOptions(folder=self.learn, keep_samples=self.keep_samples)
-        learner = start_learning(drafter, target, options)
-        learner.log = lambda line: print(f"[learning: {line}]", file=sys.stderr, flush=True)
-        try:
-            yield
-        finally:
-            learner.close()
-            learner.log(str(learner.statistics))
 
 
 def learnt_report(folder: Path) -> dict[str, Any] | None:

@@ -27,6 +27,9 @@ COMMANDS = {
     "info": "describe a drafter on the Hub or in a folder",
 }
 
+# The help of these commands lists arguments of transformers' Trainer, which transformers knows.
+_PARSED_LATER = {"train"}
+
 # Errors whose message tells a user enough: wrong arguments and files, a Hub that does not answer, too little memory, a
 # package or a compiler that is missing. Of any other error, which is a bug, the traceback is shown.
 _EXPECTED = (ValueError, OSError, FloatingPointError, RuntimeError, ImportError)
@@ -85,6 +88,9 @@ def _run(argv: list[str]) -> int:
         return 2
 
     try:
+        if name not in _PARSED_LATER and not {"-h", "--help"}.isdisjoint(arguments):
+            # Prints the help, and exits.
+            importlib.import_module(f"hf_falcon.commands.{name}_arguments").parser().parse_args(arguments)
         # On the command line `import hf_falcon` has not done so: the lines above need neither torch nor transformers.
         importlib.import_module("hf_falcon.public")
         # Only the chosen command's dependencies are imported.

@@ -6,10 +6,11 @@ from __future__ import annotations
 import sys
 
 from ..training.dialogues import find_data
-from ..training.prepare import PrepareArguments, prepare, process_state
+from ..training.prepare import prepare, process_state
+from ..training.prepare_arguments import PrepareArguments
 from ..training.skipped_records import skipped_table
 from .models import load_target
-from .run_arguments import CommandParser
+from .prepare_arguments import parser
 
 
 def main(argv: list[str]) -> int:
@@ -19,8 +20,7 @@ def main(argv: list[str]) -> int:
     Returns:
         `int`: 0 when the token file is complete, 130 when interrupted.
     """
-    parser = CommandParser([PrepareArguments], prog="hf-falcon prepare", description=__doc__)
-    (arguments,) = parser.parse_args_into_dataclasses(args=argv)
+    arguments = PrepareArguments(**vars(parser().parse_args(argv)))
     # A missing file is reported before a target is downloaded and loaded.
     find_data(arguments.data)
     state = process_state()

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..core.drafter import FalconDraftModel
@@ -14,31 +13,15 @@ from ..drafters.auto import AutoDrafter
 from ..drafters.files import upload
 from .card import MARK, render_card
 from .models import no_progress_bars
-from .run_arguments import CommandParser
+from .push_arguments import PushArguments, parser
 
 # Files that a training leaves beside a drafter, and that are published with it.
 _EXTRAS = ("provenance.json", "training.png")
 
 
-@dataclass
-class PushArguments:
-    """Arguments of `hf-falcon push`; `help` describes each. The token comes from `hf auth login`, or `HF_TOKEN`."""
-
-    private: bool = field(default=False, metadata={"help": "Make a new repository private."})
-    revision: str | None = field(default=None, metadata={"help": "Branch to push to."})
-    create_pr: bool = field(default=False, metadata={"help": "Open a pull request instead."})
-    message: str = field(default="Upload drafter", metadata={"help": "Message of the commit."})
-    license: str | None = field(
-        default=None, metadata={"help": "Licence in a card that this command writes, such as apache-2.0."}
-    )
-
-
 def main(argv: list[str]) -> int:
     """Runs `hf-falcon push`; prints the address of the commit."""
-    parser = CommandParser(PushArguments, prog="hf-falcon push", description=__doc__)
-    parser.add_argument("folder", help="Folder of the drafter.")
-    parser.add_argument("repository", help="Repository to push to, user/name; created if there is none.")
-    found = vars(parser.parse_args(argv))
+    found = vars(parser().parse_args(argv))
     folder, repository = Path(found.pop("folder")), found.pop("repository")
     arguments = PushArguments(**found)
     if not folder.is_dir():

@@ -9,17 +9,17 @@ import dataclasses
 import difflib
 import inspect
 import json
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NoReturn, get_type_hints
+from types import NoneType
+from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
-from transformers import HfArgumentParser
-from transformers.hf_argparser import string_to_bool
 
 from ..training.json_text import short
 
-_KINDS = {int: "an integer", float: "a number", string_to_bool: "true or false"}
+# By the name of what reads a value.
+_KINDS = {"int": "an integer", "float": "a number", "string_to_bool": "true or false"}
 # Bytes of a YAML file, of which PyYAML reads some 20,000 a second.
 _LARGEST_FILE = 1 << 16
 _TRAINER = "arguments of transformers' Trainer (see `transformers.TrainingArguments`)"
@@ -45,38 +45,63 @@ class _HelpFormatter(argparse.HelpFormatter):
         return text if action.default in ("", []) else f"{text} (default: %(default)s)"
 
 
-class CommandParser(HfArgumentParser):
+class CommandParser(argparse.ArgumentParser):
     """
-    The parser of all commands. Differs from [`~transformers.HfArgumentParser`] in these ways: an argument that is
-    false by default is a flag and takes no value, except beside Trainer's arguments, which may (`--bf16 true`);
-    arguments that a dataclass inherits from transformers are listed last; an error is one line, where argparse prints
-    all arguments first.
+    The parser of all commands: each field of dataclasses is an argument, in two spellings. An error is one line, where
+    argparse prints all arguments first. Only what reads arguments of transformers' Trainer imports transformers.
+
+    Args:
+        types (iterable of dataclasses, or a dataclass): what is read. A flag, which is false by default, takes no
+            value, except beside Trainer's arguments, which may (`--bf16 true`). Trainer's are listed last.
+        kwargs: see [`argparse.ArgumentParser`].
     """
 
-    def __init__(self, dataclass_types: Any = None, **kwargs: Any) -> None:
-        super().__init__(dataclass_types, **{"formatter_class": _HelpFormatter, **kwargs})
-
-    # Private in transformers. If a release renames it, flags take an optional value and the help has one list.
-    def _add_dataclass_arguments(self, dtype: Any) -> None:
-        types = get_type_hints(dtype)
-        bases = {base for kind in self.dataclass_types for base in kind.__mro__}
-        has_flags = not any(base.__module__.startswith("transformers.") for base in bases)
-        trainer: Any = None
-        for field in dataclasses.fields(dtype):
-            if not field.init:
-                continue
-            field.type = types[field.name]
-            owner = next(kind for kind in dtype.__mro__ if field.name in inspect.get_annotations(kind))
-            # `HfArgumentParser` has no public way to add a single field.
-            if owner.__module__.startswith("transformers."):
-                if trainer is None:
-                    trainer = self.add_argument_group(_TRAINER)
-                self._parse_dataclass_field(self if field.name in _MOST_USED else trainer, field)
-            elif has_flags and field.type is bool and field.default is False:
-                names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
-                self.add_argument(*names, action="store_true", **field.metadata)
+    def __init__(self, types: Any = (), **kwargs: Any) -> None:
+        super().__init__(**{"formatter_class": _HelpFormatter, **kwargs})
+        self.dataclass_types: list[Any] = [types] if dataclasses.is_dataclass(types) else list(types)
+        has_flags = not any(map(_is_of_trainer, self.dataclass_types))
+        for kind in self.dataclass_types:
+            if _is_of_trainer(kind):
+                self._add_trainer(kind)
             else:
-                self._parse_dataclass_field(self, field)
+                for field, of in _fields(kind):
+                    self._add_field(field, of, has_flags)
+
+    def _add_field(self, field: dataclasses.Field, kind: Any, has_flags: bool) -> None:
+        names = dict.fromkeys((f"--{field.name}", f"--{field.name.replace('_', '-')}"))
+        options: dict[str, Any] = dict(field.metadata)
+        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        if default is dataclasses.MISSING:
+            options["required"] = True
+        else:
+            options["default"] = default
+        if kind is bool and has_flags:
+            self.add_argument(*names, action="store_true", **options)
+            return
+        if NoneType in get_args(kind):
+            # An object (`dict | str`) is text on the command line.
+            (kind,) = {*get_args(kind)} - {NoneType, dict}
+        if get_origin(kind) is Literal:
+            options |= {"type": str, "choices": get_args(kind)}
+        elif get_origin(kind) is list:
+            options |= {"type": get_args(kind)[0], "nargs": "+"}
+        elif kind is bool:
+            options |= {"type": string_to_bool, "nargs": "?", "const": True}
+        else:
+            options["type"] = kind
+        self.add_argument(*names, **options)
+
+    def _add_trainer(self, kind: Any) -> None:
+        """The arguments of a subclass of transformers' `TrainingArguments`."""
+        from transformers import HfArgumentParser
+
+        group = self.add_argument_group(_TRAINER)
+        for field, of in _fields(kind):
+            owner = next(each for each in kind.__mro__ if field.name in inspect.get_annotations(each))
+            is_listed_last = owner.__module__.startswith("transformers.") and field.name not in _MOST_USED
+            field.type = of
+            # Has no public way to add a single field.
+            HfArgumentParser._parse_dataclass_field(group if is_listed_last else self, field)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (`{self.prog} --help` describes every argument).")
@@ -85,12 +110,37 @@ class CommandParser(HfArgumentParser):
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
-            kind = _KINDS.get(action.type, f"a {getattr(action.type, '__name__', action.type)}")
+            name = getattr(action.type, "__name__", str(action.type))
+            kind = _KINDS.get(name, f"a {name}")
             raise ValueError(f"`{action.dest}` is {arg_string!r}: give {kind}.") from error
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
             raise ValueError(f"`{action.dest}` is {value!r}: choose one of {', '.join(map(str, action.choices))}.")
+
+
+def string_to_bool(text: str) -> bool:
+    """
+    The value of a flag that takes one.
+
+    Raises:
+        `argparse.ArgumentTypeError`: for another text.
+    """
+    known = {"yes": True, "true": True, "t": True, "y": True, "1": True}
+    known |= {"no": False, "false": False, "f": False, "n": False, "0": False}
+    if text.lower() not in known:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither true nor false")
+    return known[text.lower()]
+
+
+def _is_of_trainer(kind: Any) -> bool:
+    return any(base.__module__.startswith("transformers.") for base in kind.__mro__)
+
+
+def _fields(kind: Any) -> Iterator[tuple[dataclasses.Field, Any]]:
+    """Of a dataclass, each field that is an argument, and its type."""
+    hints = get_type_hints(kind)
+    return ((field, hints[field.name]) for field in dataclasses.fields(kind) if field.init)
 
 
 def at_least(arguments: Any, least: int, *names: str) -> None:

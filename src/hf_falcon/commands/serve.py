@@ -9,47 +9,14 @@ from __future__ import annotations
 
 import json
 import shlex
-import socket
 import sys
-from dataclasses import dataclass, field
 
 from transformers import PreTrainedTokenizerBase
 
 from ..attaching import attach
-from .generate import ModelArguments
-from .learning import LearningArguments
 from .models import TARGET_NAME
-from .run_arguments import CommandParser
+from .serve_arguments import ServeArguments, parser
 from .serving import TargetServer, check_packages
-
-
-@dataclass
-class ServeArguments(LearningArguments, ModelArguments):
-    """Arguments of `hf-falcon serve`; `help` describes each."""
-
-    host: str = field(default="127.0.0.1", metadata={"help": "Address to listen on."})
-    port: int = field(default=8000, metadata={"help": "Port to listen on; 0 takes a free one."})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_learning(self.plain)
-        if not 0 <= self.port < 2**16:
-            raise ValueError(f"`port` is {self.port}; give 0 (a free port) to {2**16 - 1}.")
-
-    def listen(self) -> socket.socket:
-        """
-        A socket at the address.
-
-        Raises:
-            `OSError`: naming the fields, the reason and the remedy.
-        """
-        family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
-        try:
-            return socket.create_server((self.host, self.port), family=family)
-        except OSError as error:
-            raise OSError(
-                f"Cannot listen on `host` {self.host!r}, `port` {self.port} ({error.strerror}): give others."
-            ) from error
 
 
 def example_request(address: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -64,8 +31,7 @@ def example_request(address: str, tokenizer: PreTrainedTokenizerBase) -> str:
 
 def main(argv: list[str]) -> int:
     """Runs `hf-falcon serve`."""
-    parser = CommandParser(ServeArguments, prog="hf-falcon serve", description=__doc__)
-    arguments = ServeArguments(**vars(parser.parse_args(argv)))
+    arguments = ServeArguments(**vars(parser().parse_args(argv)))
     # Before the models are loaded.
     check_packages()
     with arguments.listen() as listener:

@@ -25,7 +25,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
-from .generate import check_sampling
+from .generate_arguments import check_sampling
 from .printable import printable
 from .request_limits import CONNECTIONS, RequestLimits, check_request, limit_answer, protocol
 

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -17,57 +16,14 @@ from ..cpu.packing import pack_weights
 from ..training.chat_templates import template_variables
 from ..training.token_file import write_atomically
 from .models import encode, load_network, load_target, note_other_variables, resolve_device, resolve_dtype
-from .run_arguments import CommandParser, at_least
+from .tune_arguments import TuneArguments, parser
 
 _PROMPTS = ["Why is the sky blue?", "Write a Python function that merges two sorted lists.", "What is 17 * 23 + 4?"]
 
 
-@dataclass
-class TuneArguments:
-    """
-    Arguments of `hf-falcon tune`.
-
-    Args:
-        target, drafter (`str`, *optional*): names or folders; the models of the demo if left out.
-        data (`list[str]`, *optional*): files as `hf-falcon prepare` reads them, whose answers are drafted; three
-            built-in prompts if left out.
-        limit (`int`, *optional*, defaults to 3): prompts of each file, from the start.
-        max_new_tokens (`int`, *optional*, defaults to 64): tokens of an answer, at most.
-        chat_template_kwargs (`dict` or `str`, *optional*): variables of the chat template, or their JSON
-            (`{"enable_thinking": false}`).
-        context (`int`, *optional*, defaults to 256): tokens before the round that is timed.
-        seconds (`float`, *optional*, defaults to 20): seconds for which the target is timed.
-        pack (`bool`, *optional*, defaults to `False`): pack the weights of both models first.
-        output (`str`, *optional*): folder of `tune.json` and `tune.png`; by default the drafter's folder. If the
-            drafter is in a folder, its `generation_config.json` gets `draft_calibration` in any case.
-    """
-
-    target: str | None = field(default=None, metadata={"help": "Target, from the Hub or a folder."})
-    drafter: str | None = field(default=None, metadata={"help": "Drafter, from the Hub or a folder."})
-    data: list[str] | None = field(default=None, metadata={"help": "Files or data sets as in `hf-falcon prepare`."})
-    limit: int = field(default=3, metadata={"help": "Prompts of each file, from the start."})
-    max_new_tokens: int = field(default=64, metadata={"help": "Tokens of an answer, at most."})
-    context: int = field(default=256, metadata={"help": "Tokens before the round that is timed."})
-    seconds: float = field(default=20.0, metadata={"help": "Seconds for which the target is timed."})
-    pack: bool = field(default=False, metadata={"help": "Pack the weights of both models first (`pack_weights`)."})
-    chat_template_kwargs: dict | str | None = field(
-        default=None, metadata={"help": "Variables of the chat template, as JSON: '{\"enable_thinking\": false}'."}
-    )
-    dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
-    device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
-    output: str | None = field(default=None, metadata={"help": "Folder of tune.json and tune.png."})
-
-    def __post_init__(self) -> None:
-        at_least(self, 1, "limit", "max_new_tokens", "context")
-        template_variables(self.chat_template_kwargs)
-        if not self.seconds > 0:
-            raise ValueError(f"`seconds` is {self.seconds}; give a number above 0.")
-
-
 def main(argv: list[str]) -> int:
     """Runs `hf-falcon tune`."""
-    parser = CommandParser(TuneArguments, prog="hf-falcon tune", description=__doc__)
-    arguments = TuneArguments(**vars(parser.parse_args(argv)))
+    arguments = TuneArguments(**vars(parser().parse_args(argv)))
     texts = _PROMPTS
     if arguments.data:
         texts = [turns[0] for path in arguments.data for turns in read_turns(path, arguments.limit)]
