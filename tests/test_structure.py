@@ -21,7 +21,7 @@ CORE = PACKAGE / "core"
 SHIPPED = PACKAGE.parents[1] / "hub_cards"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-CORE_FILES_AT_MOST = 20
+CORE_FILES_AT_MOST, CORE_LINES_AT_MOST = 20, 6800
 USE_PRIVATE_NAMES = {CORE / "hook.py", PACKAGE / "private_names.py"}
 # Private names of transformers, and what replaces an attention function of all models.
 PRIVATE_NAMES = ["_assisted_decoding", "_validate_generation_mode", "_prefill", "_sample"]
@@ -93,6 +93,7 @@ def test_the_core_is_flat_and_small():
     files = [path for path in CORE.rglob("*") if "__pycache__" not in path.parts]
     assert all(path.parent == CORE and path.suffix == ".py" for path in files)
     assert len(files) <= CORE_FILES_AT_MOST
+    assert sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files) <= CORE_LINES_AT_MOST
     # With one, transformers would have to copy a package.
     assert "__init__.py" not in [path.name for path in files]
 

@@ -263,8 +263,24 @@ def test_python_of_the_drafters_page(saved):
     assert len(toy.splitlines()) <= 60
 
 
+def test_python_of_the_page_of_exactness(saved):
+    """In 16 bits both ways give the same tokens."""
+    namespace: dict = {}
+    run("README.md", saved, namespace, "bfloat16")
+    run("docs/exactness.md", saved, namespace, "bfloat16")
+    assert namespace["assisted"].tolist() == namespace["plain"].tolist()
+
+
 def test_every_page_with_python_is_run():
-    run_elsewhere = {"README.md", "docs/usage.md", "docs/cpu.md", "docs/sharing.md", "docs/drafters.md", CARD}
+    run_elsewhere = {
+        "README.md",
+        "docs/exactness.md",
+        "docs/usage.md",
+        "docs/cpu.md",
+        "docs/sharing.md",
+        "docs/drafters.md",
+        CARD,
+    }
     run_elsewhere.add("docs/learning.md")
     # Code that computes numbers, and is checked by hand; code with a class of the bench; code with a target of 1 GB.
     names_only = {"examples/train_llama_8b.md", "hub_cards/medusa-like-smollm2-135m-instruct/README.md"}

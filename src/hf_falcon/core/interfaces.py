@@ -238,25 +238,11 @@ class DrafterAcceleration:
         return self.drafter.run_layers
 
 
-class Backend(Protocol):
-    """Makes the accelerations of a call."""
-
-    def for_target(self, target: PreTrainedModel, is_batch: bool, reads_layers: bool) -> TargetAcceleration:
-        """
-        Args:
-            target ([`PreTrainedModel`]): the target.
-            is_batch (`bool`): whether the call has several rows.
-            reads_layers (`bool`): whether the call reads the outputs of single layers.
-        """
-
-    def for_drafter(self, drafter: Drafter, target: PreTrainedModel) -> DrafterAcceleration: ...
+_backend: Any = None
 
 
-_backend: Backend | None = None
-
-
-def register(backend: Backend) -> None:
-    """Takes the backend that every later call of this process uses."""
+def register(backend: Any) -> None:
+    """Takes the backend that every later call of this process uses; see [`~cpu.backend.CpuBackend`]."""
     global _backend
     _backend = backend
 
@@ -264,12 +250,19 @@ def register(backend: Backend) -> None:
 def target_acceleration(
     target: PreTrainedModel, is_batch: bool = False, reads_layers: bool = False
 ) -> TargetAcceleration:
-    """See [`Backend.for_target`]. The core runs without any: a drafter loaded as custom code from the Hub has none."""
+    """
+    How the target's forwards run. The core runs without any backend: a drafter loaded as custom code has none.
+
+    Args:
+        target ([`PreTrainedModel`]): the target.
+        is_batch (`bool`): whether the call has several rows.
+        reads_layers (`bool`): whether the call reads the outputs of single layers.
+    """
     return TargetAcceleration() if _backend is None else _backend.for_target(target, is_batch, reads_layers)
 
 
 def drafter_acceleration(drafter: Drafter, target: PreTrainedModel) -> DrafterAcceleration:
-    """See [`Backend.for_drafter`]."""
+    """How the drafter's passes run."""
     return DrafterAcceleration(drafter) if _backend is None else _backend.for_drafter(drafter, target)
 
 

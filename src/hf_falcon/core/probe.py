@@ -52,7 +52,6 @@ from .target_run import TargetRun
 from .tree import DraftTree, ancestor_mask, chain, to_device
 
 TREES, CHAINS, PLAIN = "trees", "chains", "plain"
-
 # Tokens of the probe's prompt, of which the first are padding where the call has padding; and the tokens behind it.
 _PROMPT, _PADDING, _TOKENS = 8, 2, 4
 # Nodes between a parent and its child in the probe's trees: a target that goes by slots, and not by positions and
@@ -62,14 +61,10 @@ _FILLERS = 16
 _TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.1
 # Verdicts that are kept of a target: those of its last adapters and kinds of calls.
 _KEPT = 32
-
 # Attention functions that take any additive mask.
 _MASKED_ATTENTION = ("eager", "sdpa")
-
 _NO_BATCHES = "the batch has several rows, which only the installed package verifies (`pip install hf-falcon`)"
-
 _NO_QUANTISED = "the target is quantised, which only the installed package tries (`pip install hf-falcon`)"
-
 LAYER_OUTPUTS = ("output_hidden_states", "output_attentions")
 
 

@@ -17,10 +17,8 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from .hook import extend_model_kwargs
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-
 # What models call their cache.
 CACHE_NAMES = ("past_key_values", "cache_params", "state")
-
 # Arguments of the model in a step of plain decoding that a round has of its own, or does without.
 _TEXT_INPUTS = {
     "input_ids",
@@ -35,17 +33,12 @@ _TEXT_INPUTS = {
     "output_hidden_states",
     "return_dict",
 }
-
 # What each token is: of shape `(batch, 1)` in a step, and the same in every step.
 TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
-
 # The argument, and the field of a configuration, by which a model returns what its router decides.
 _ROUTER = "output_router_logits"
-
 # What configurations call the number of positions that a model has a table of, or was trained with.
 _LENGTH_NAMES = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len")
-
-
 # Values of a matrix that identify it.
 _SAMPLED_VALUES = 16
 
