@@ -110,7 +110,7 @@ class CpuDrafter(DrafterAcceleration):
 
 
 class CpuBackend:
-    """Makes the accelerations of a call. On devices other than a CPU only code of [`compile_rounds`] runs differently."""
+    """The accelerations of a call. On devices other than a CPU only code of [`compile_rounds`] runs differently."""
 
     def for_target(self, target: PreTrainedModel, is_batch: bool, reads_layers: bool) -> CpuTarget:
         # A compiled decoder does not give the outputs of single layers, and its rows depend on their number.
