@@ -81,7 +81,8 @@ def form(monkeypatch):
 def test_json_answers(models, form, monkeypatch, capsys):
     script, _ = form
     target, tokenizer, _ = models(script)
-    target.generation_config.eos_token_id = EOS
+    # The target is other tests', too.
+    monkeypatch.setattr(target.generation_config, "eos_token_id", EOS)
     monkeypatch.setattr(script, "load_target", lambda *_: (target, tokenizer))
     monkeypatch.setattr("sys.argv", ["json_answers.py", "abc", "def"])
     answers = script.main()
@@ -92,11 +93,12 @@ def test_json_answers(models, form, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("sample", [False, True])
-def test_a_processor_that_keeps_a_state_sees_each_token_once(models, form, sample):
+def test_a_processor_that_keeps_a_state_sees_each_token_once(models, form, sample, monkeypatch):
     """As plain decoding calls it: with one token more each time, and never with a draft token that is not accepted."""
     script, seen = form
     target, tokenizer, drafter = models(script)
-    target.generation_config.eos_token_id = EOS
+    # The target is other tests', too.
+    monkeypatch.setattr(target.generation_config, "eos_token_id", EOS)
     texts = script.token_texts(tokenizer)
     drafted = 0
     for seed, prompt in enumerate(["abc", "hgf", "x1"]):

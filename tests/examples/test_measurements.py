@@ -160,7 +160,7 @@ def test_both_commands_name_the_first_diverging_token(workplace, tmp_path, monke
     assert entry.main(["evaluate", *words, "--check", "--dtype", "auto"]) == 1
     capsys.readouterr()
     assert entry.main(["evaluate", *words, "--check", "--dtype", "bfloat16"]) == 0
-    assert "In float32 no output may diverge." in capsys.readouterr().out
+    assert "With --row_invariant, and in float32, no output may diverge." in capsys.readouterr().out
 
 
 def test_confidence_heads(workplace, tmp_path, monkeypatch, capsys):
