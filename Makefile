@@ -49,8 +49,9 @@ bench: $(VENV)/.ready  ## Measure the drafter against plain decoding and its pee
 gpu: $(if $(GPU_PYTHON),,$(VENV)/.ready)  ## Measure on a GPU, and write docs/gpu.md
 	PYTHONPATH=src $(or $(GPU_PYTHON),$(VENV)/bin/python) docs/measure_gpu.py $(GPU_ARGS)
 
+# One thread for each of the two processes: threads that wait for each other on shared cores take half as long again.
 test: $(VENV)/.ready  ## Run the quick tests
-	$(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
 test-all: $(VENV)/.ready $(OLDEST)/.ready  ## Run all the tests, with the newest and the oldest transformers
 	$(OLDEST)/bin/python -m pytest -m '$(MARKS)' $(PYTEST_ARGS)
