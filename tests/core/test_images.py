@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from compatibility import PLAIN, TREES, padded
+from compatibility import CHAINS, PLAIN, TREES, padded
 from image_inputs import WITH_IMAGES, classify_with_image, image_model, image_prompt, other_image
 from oracle import use_oracle
 from quick import quick
@@ -28,6 +28,12 @@ def test_with_an_image(model_type):
     row = classify_with_image(model_type)
     assert row.remark or row.result == TREES
     assert model_type not in QUICK or row.result == TREES
+
+
+def test_an_image_before_the_text_takes_no_tree():
+    """The probe has no image, so trees are right there. With one, each node would see other tokens than its own."""
+    row = classify_with_image("git")
+    assert row.result in (CHAINS, PLAIN) and row.remark
 
 
 def make_drafter(model) -> FalconDraftModel:

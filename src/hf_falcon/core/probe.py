@@ -475,6 +475,9 @@ def _no_tree_reason(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Map
     # They may look far back, and differ only then.
     if unknown := layer_kinds(model.config) - {FULL, SLIDING}:
         return f"the target has layers of kind {sorted(unknown)}, which follow no tree"
+    # The probe has no image.
+    if config.model_type == "git":
+        return "the target puts its image before the text, where no token of it stands"
     attention = attention_implementation(config) or "eager"
     # It is not tried: kernels for masks of another kind read a tree's mask out of bounds, which ends the process.
     if attention not in _MASKED_ATTENTION:
