@@ -18,7 +18,6 @@ from .core.hook import extend_model_kwargs, is_user_defined, prefill
 from .core.interfaces import register_part, target_acceleration
 from .core.target_parts import (
     CACHE_NAMES,
-    SLIDING,
     FeatureTap,
     cached_tokens,
     depth_boundaries,
@@ -29,6 +28,8 @@ from .core.target_parts import (
 from .core.target_run import NoLayerOutputs, PromptFeatures, prompt_features
 from .core.tree import DraftTree, to_device
 from .private_names import leave_past_recording
+
+_REFERENCE_SLIDING = "reference_sliding_attention"
 
 
 def install() -> None:
@@ -200,9 +201,9 @@ class ChainRun:
         """The reason why no chain can be verified in a call, if there is one."""
         if isinstance(model_kwargs.get("past_key_values"), StaticCache):
             return "a static cache cannot drop rejected tokens"
-        # Unlimited-OCR's: behind its window several tokens see padding that a single one does not.
-        if windows := sorted(kind for kind in layer_kinds(model.config) if "sliding" in kind and kind != SLIDING):
-            return f"it has layers of kind {windows[0]!r}, whose windows differ for several tokens"
+        # Unlimited-OCR's, far behind the prompt.
+        if _REFERENCE_SLIDING in layer_kinds(model.config):
+            return f"in layers of kind {_REFERENCE_SLIDING!r} several tokens see padding that a single one does not"
         if rope_boundary(model.config.get_text_config(decoder=True))[0] is not None:
             return "its rotary frequencies depend on the length of the text"
         wanted = [name for name in ("output_hidden_states", "output_attentions") if getattr(generation_config, name)]
