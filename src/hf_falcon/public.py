@@ -32,7 +32,8 @@ from .drafters import falcon_files
 from .drafters.auto import AutoDrafter
 from .drafters.language_model import CausalLMDrafter
 from .drafters.lookup_drafter import LookupDrafter
-from .learning.learner import Learner, LearningStatistics
+from .learning.learner import Learner
+from .learning.learning_statistics import LearningStatistics
 from .learning.options import LearningOptions
 from .pipelines import install_in_pipelines
 from .static_trees import StaticTree, static_paths

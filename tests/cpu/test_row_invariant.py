@@ -2,7 +2,6 @@
 """In `row_invariant`, the logits of assisted decoding in 16 bits are those of plain decoding, to the bit."""
 
 import copy
-import io
 import threading
 from contextlib import ExitStack
 
@@ -173,19 +172,11 @@ def test_large_products_are_left_alone():
     assert least_rows(576, 576, torch.bfloat16) == 1
 
 
-def file_of(model):
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("way", [copy.deepcopy, file_of], ids=["copied", "pickled"])
-def test_copies_are_ordinary(way):
+def test_copies_are_ordinary():
     target, ids = low("llama", **LARGE), prompt(70)
     expected = generate(target, ids)
     with hf_falcon.row_invariant(target):
-        found = way(target)
+        found = copy.deepcopy(target)
         assert generate(found, ids).sequences.equal(expected.sequences)
         assert not any(differing(generate(found, ids), expected))
         layer = found.model.layers[0].mlp.down_proj

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ..checkpoint_files import read_json
-from ..learning.learner import LearningStatistics
+from ..learning.learning_statistics import LearningStatistics
 from ..learning.state import DRAFTER_NAME, REPORT_NAME
 
 

@@ -1,6 +1,6 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-The target's cache during a call, for any number of rows; the drafter's cache; and the way back for states.
+The target's cache during a call, for any number of rows, and the drafter's cache.
 
 A slot is a place in the cache, as plain decoding numbers it: padding and the rows of a prefix have slots, too. The
 prompt's slots are those that its forward filled. Each row then goes on by itself, so rows may have different lengths.

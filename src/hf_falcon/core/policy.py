@@ -318,7 +318,7 @@ class DraftPolicy:
         )
 
     def update(self, outcome: RoundOutcome) -> None:
-        """Updates the statistics with a round's outcome."""
+        """Takes a round's outcome. The options alone decide here, so nothing is learnt from it."""
 
 
 class PlainPolicy(DraftPolicy):

@@ -12,7 +12,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -29,6 +29,7 @@ from . import state as files
 from .budget import Budget
 from .gate import FEWEST_TEXTS, Verdict, compare, estimated_tau
 from .history import History, draw
+from .learning_statistics import LearningStatistics
 from .options import LearningOptions
 from .recorder import CallCounts, CallRecorder
 from .replay_buffer import CallRecord, ReplayBuffer
@@ -44,50 +45,6 @@ _LONG, _GRACE = 5.0, 10.0
 _MEGABYTE = 1 << 20
 # The learner of each drafter, which is freed with the drafter.
 _learners: weakref.WeakKeyDictionary[Any, Learner] = weakref.WeakKeyDictionary()
-
-
-@dataclass
-class LearningStatistics:
-    """
-    How far a learner has come. Acceptance is the estimated tau of a tree of 8 nodes on held-out texts.
-
-    Args:
-        calls (`int`): calls that it watched.
-        tokens_seen (`int`): new tokens in them.
-        tau (`float`): accepted draft tokens a round in all of them, prompt lookup included.
-        trained_tokens (`int`): predicted tokens that were learnt from; some several times.
-        steps (`int`): steps of the optimizer.
-        replacements, refusals (`int`): comparisons after which the drafter got new weights, and others.
-        acceptance_before, acceptance_now (`float`, *optional*): of the weights that it began with, and of those that
-            draft; `None` before the first comparison.
-        learning_seconds, call_seconds (`float`): time of learning, and of calls.
-        texts, held_out_texts (`int`): texts in memory.
-        memory (`int`): bytes of these.
-    """
-
-    calls: int
-    tokens_seen: int
-    tau: float
-    trained_tokens: int
-    steps: int
-    replacements: int
-    refusals: int
-    acceptance_before: float | None
-    acceptance_now: float | None
-    learning_seconds: float
-    call_seconds: float
-    texts: int
-    held_out_texts: int
-    memory: int
-
-    def __str__(self) -> str:
-        now = "not compared yet"
-        if self.acceptance_before is not None and self.acceptance_now is not None:
-            now = f"{self.acceptance_before:.2f} before, {self.acceptance_now:.2f} now"
-        return (
-            f"{self.tokens_seen:,} tokens in {self.calls:,} calls, {self.steps:,} steps, accepted on held-out texts: "
-            f"{now}; {self.replacements} of {self.replacements + self.refusals} comparisons replaced the weights"
-        )
 
 
 class Learner:
