@@ -17,6 +17,7 @@ from transformers.utils import logging
 
 from .core.hook import default_generation_params, is_drafter, register_finder
 from .drafters.lookup_drafter import LOOKUP
+from .drafters.mtp import MTP, MtpDrafter
 from .learning.learner import learner_of, start_learning
 from .learning.options import LearningOptions
 from .pipelines import load_by_name
@@ -55,8 +56,9 @@ def attach(
     Args:
         target ([`PreTrainedModel`]): the target.
         drafter ([`DraftModel`], `str` or `os.PathLike`, *optional*, defaults to `"lookup"`):
-            The drafter, its name on the Hub or its folder; "lookup" is prompt lookup alone, for any target. By name it
-            is loaded at once, in the target's dtype and on its device.
+            The drafter, its name on the Hub or its folder; "lookup" is prompt lookup alone, for any target, and "mtp"
+            the multi-token-prediction head of the target's checkpoint. By name it is loaded at once, in the target's
+            dtype and on its device.
         learn (`bool`, `str`, `os.PathLike` or [`LearningOptions`], *optional*, defaults to `False`):
             Whether the drafter learns from the calls ([`Learner`]); a folder to keep what it learns in; or options.
 
@@ -169,7 +171,7 @@ def _load(target: PreTrainedModel, name: str | os.PathLike[str]) -> Any:
     # Parameters that are made in inference mode could not be used outside it.
     with torch.inference_mode(False):
         found = (load(str(name), target.dtype) for load in _loaders)
-        drafter = next((each for each in found if each is not None), None)
+        drafter = MtpDrafter(target) if name == MTP else next((each for each in found if each is not None), None)
         if drafter is None:
             return name
         drafter = drafter.to(target.device).eval()

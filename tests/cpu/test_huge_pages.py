@@ -13,9 +13,9 @@ from transformers import CompileConfig
 
 import hf_falcon
 from hf_falcon.cpu import compiled_passes, huge_pages, lent_weights, packing
+from hf_falcon.cpu.backend import CpuDrafter
 from hf_falcon.cpu.compiled_passes import CompiledPasses
 from hf_falcon.cpu.compiled_rounds import CompiledRounds
-from hf_falcon.cpu.backend import CpuDrafter
 from hf_falcon.cpu.huge_pages import keep_in_huge_pages, move_to_huge_pages
 from hf_falcon.cpu.packing import PackedLinear
 

@@ -139,7 +139,7 @@ def _load(
     if arguments.drafter is None and arguments.target not in (None, TARGET_NAME):
         models.absent[FALCON] = "no drafter is given as `drafter`, and there is none for this target"
     else:
-        models.drafters[FALCON] = load_drafter(arguments.drafter, dtype, device)
+        models.drafters[FALCON] = load_drafter(arguments.drafter, dtype, device, target)
     if any(name.partition("@")[0] == INSTANT for name in arguments.method_names):
         try:
             models.drafters[INSTANT] = instant_drafter(target, tokenizer)
