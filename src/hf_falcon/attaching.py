@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
@@ -50,7 +51,7 @@ def attach(
       (`prompt_lookup_num_tokens` above 0),
     - it has an argument that no drafter supports: `use_cache=False`, `cache_implementation="paged"`,
       `assistant_tokenizer`, `num_assistant_tokens_schedule="heuristic_transient"`,
-    - the target is in training mode, or is the assistant of another model,
+    - the target is in training mode with dropout or gradient checkpointing, or is the assistant of another model,
     - the target was changed so that the drafter no longer fits; one warning says how.
 
     Args:
@@ -116,8 +117,7 @@ class AttachedDrafters:
         """
         Whether transformers would decode a call plainly, and nothing in it is refused with a drafter; see [`attach`].
         """
-        # With dropout every pass draws, and with gradient checkpointing the cache stays empty.
-        if target.training or arguments.get("assistant_tokenizer") is not None:
+        if (target.training and _trains_otherwise(target)) or arguments.get("assistant_tokenizer") is not None:
             return False
         if settings.get("use_cache") is False or settings.get("cache_implementation") == "paged":
             return False
@@ -155,6 +155,21 @@ class AttachedDrafters:
 def install() -> None:
     """Makes `generate` find attached drafters, and drafters by name."""
     register_finder(AttachedDrafters())
+
+
+def _trains_otherwise(target: PreTrainedModel) -> bool:
+    """
+    Whether forwards in training mode differ from others: with dropout every forward draws, and with gradient
+    checkpointing the cache stays empty.
+    """
+    for module in target.modules():
+        if getattr(module, "gradient_checkpointing", False) or (isinstance(module, _DropoutNd) and module.p > 0):
+            return True
+        # Attention and layers have probabilities of their own: `attention_dropout`, `layerdrop`.
+        own = [value for name, value in vars(module).items() if "drop" in name]
+        if any(isinstance(value, float) and value > 0 for value in own):
+            return True
+    return False
 
 
 def _load(target: PreTrainedModel, name: str | os.PathLike[str]) -> Any:
