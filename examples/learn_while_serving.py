@@ -9,27 +9,29 @@ Hardware: 2 CPU cores
 Minutes: 10
 Expected: more accepted tokens on the stream's held-out prompts after each line
 
-The stream of issue size, a new drafter on dialogues, and the shipped one on German prompts:
+The streams of docs/learning.md, an instant drafter on dialogues, and the shipped one on German prompts:
 
-    python examples/learn_while_serving.py --stream prompts.jsonl --drafter new --calls 600 --every 50 --share 0.15
-    python examples/learn_while_serving.py --stream german --calls 160 --every 40 --other mt_bench --share 0.15
+    python examples/learn_while_serving.py --stream prompts.jsonl --drafter new --calls 600 --every 100 --held_out 40 \
+        --steps_a_call 1 --folder learnt --output curve.jsonl
+    python examples/learn_while_serving.py --stream german --calls 160 --every 40 --held_out 40 --other mt_bench \
+        --steps_a_call 1 --folder german --output german.jsonl
+
+With `--folder` and `--output`, the same command resumes after an interruption.
 """
 
 import argparse
+import json
 import random
 import time
 from itertools import product
+from pathlib import Path
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedModel, set_seed
 
-from hf_falcon import FalconDraftConfig, FalconDraftModel, Learner, LearningOptions
+from hf_falcon import FalconDraftModel, Learner, LearningOptions, instant_drafter
 from hf_falcon.bench.acceptance import Inputs, decode
 from hf_falcon.bench.prompts import read_turns
 from hf_falcon.commands.models import encode, load_drafter, load_target
-from hf_falcon.training.features import feature_statistics
-from hf_falcon.training.start import like_last_layer, start_falcon
-from hf_falcon.training.token_file import TokenFile
 
 # 10 forms of 20 topics.
 FORMS = [
@@ -73,7 +75,7 @@ TREE = {"num_assistant_tokens": 8, "num_draft_passes": 3, "context_bonuses": ()}
 def main() -> list[dict[str, float]]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="a name or a folder; the demo's target by default")
-    parser.add_argument("--drafter", help="a name or a folder, or `new` for one without training")
+    parser.add_argument("--drafter", help="a name or a folder, or `new` for an instant one")
     parser.add_argument("--stream", default="german", help="`german`, or a JSON-lines file with `turns`")
     parser.add_argument("--other", help="more prompts, on which nothing should be lost: as `hf-falcon bench --data`")
     parser.add_argument("--calls", type=int, default=40)
@@ -81,9 +83,12 @@ def main() -> list[dict[str, float]]:
     parser.add_argument("--every", type=int, default=20, help="calls between two comparisons")
     parser.add_argument("--max_new_tokens", type=int, default=96)
     parser.add_argument("--share", type=float, default=0.15, help="time of learning, as a share of the calls'")
+    parser.add_argument("--steps_a_call", type=float, help="steps of the optimizer after each call, instead of a share")
+    parser.add_argument("--plain_every", type=int, default=1, help="calls, of which one is decoded plainly, too")
     parser.add_argument("--rejected", type=float, default=0.0, help="share of the learning from rejected tokens")
     parser.add_argument("--learning_rate", type=float, default=3e-4)
-    parser.add_argument("--folder", help="keeps what was learnt")
+    parser.add_argument("--folder", help="keeps what was learnt, and the texts")
+    parser.add_argument("--output", help="gets a JSON line of each comparison")
     parser.add_argument("--dtype", default="auto")
     arguments = parser.parse_args()
     set_seed(0)
@@ -97,41 +102,53 @@ def main() -> list[dict[str, float]]:
         else []
     )
     if arguments.drafter == "new":
-        drafter = new_drafter(target, tokenizer)
+        drafter = instant_drafter(target, tokenizer)
     else:
         drafter = load_drafter(arguments.drafter, target.dtype, target.device)
     options = LearningOptions(
-        share=arguments.share,
+        share=arguments.share if arguments.steps_a_call is None else 0.0,
         idle_share=0.0,
         rejected=arguments.rejected,
         learning_rate=arguments.learning_rate,
         folder=arguments.folder,
+        keep_samples=arguments.folder is not None,
         # The stream's prompts are all used, and this script holds out its own, too.
         held_out=0.1,
     )
+    output = None if arguments.output is None else Path(arguments.output)
     rows: list[dict[str, float]] = []
+    if output is not None and output.exists():
+        rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
     print(" calls    tau  other  speed-up  steps  megabytes")
     with Learner(drafter, target, options) as learner:
-        for start in range(0, len(stream) + 1, arguments.every):
+        for done in range(0, len(stream) + 1, arguments.every):
+            if done < len(rows) * arguments.every:
+                continue
+            row: dict[str, float] = {"calls": done}
+            chunk = stream[max(0, done - arguments.every) : done]
+            steps = arguments.steps_a_call or 0.0
+            seconds = [run(target, each, drafter, arguments.max_new_tokens, learner, steps) for each in chunk]
+            if chunk:
+                # Of the latest calls, which the drafter has learnt before and between.
+                plain = [run(target, each, None, arguments.max_new_tokens) for each in chunk[:: arguments.plain_every]]
+                row["speed_up"] = sum(plain) / sum(seconds[:: arguments.plain_every])
             with learner.paused():
-                row = {
-                    "calls": start,
-                    "tau": decode(target, drafter, held_out, arguments.max_new_tokens, "", **TREE).tau,
-                }
+                row["tau"] = decode(target, drafter, held_out, arguments.max_new_tokens, "", **TREE).tau
                 if others:
                     row["other"] = decode(target, drafter, others, arguments.max_new_tokens, "", **TREE).tau
-            chunk = stream[start : start + arguments.every]
-            seconds = [run(target, each, drafter, arguments.max_new_tokens) for each in chunk]
-            plain = [run(target, each, None, arguments.max_new_tokens) for each in chunk]
-            row["speed_up"] = sum(plain) / sum(seconds) if chunk else float("nan")
             statistics = learner.statistics
             row |= {"steps": statistics.steps, "megabytes": statistics.memory / 2**20}
+            row |= {"call_seconds": statistics.call_seconds, "learning_seconds": statistics.learning_seconds}
             rows.append(row)
             print(
                 f"{row['calls']:6d}  {row['tau']:5.2f}  {row.get('other', 0.0):5.2f}  "
-                f"{row['speed_up']:8.2f}  {row['steps']:5d}  {row['megabytes']:9.1f}",
+                f"{row.get('speed_up', 0.0):8.2f}  {row['steps']:5d}  {row['megabytes']:9.1f}",
                 flush=True,
             )
+            learner.save()
+            if output is not None:
+                with output.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(row) + "\n")
         print(learner.statistics)
     return rows
 
@@ -145,31 +162,21 @@ def prompts(stream: str) -> list[str]:
     return found
 
 
-def run(target: PreTrainedModel, inputs: Inputs, drafter: FalconDraftModel | None, tokens: int) -> float:
-    """Seconds of a call; with a drafter that learns, its learning is in the call."""
+def run(
+    target: PreTrainedModel,
+    inputs: Inputs,
+    drafter: FalconDraftModel | None,
+    tokens: int,
+    learner: Learner | None = None,
+    steps: float = 0.0,
+) -> float:
+    """Seconds of a call, with what is learnt after it: so many steps, on average."""
     start = time.perf_counter()
     target.generate(**inputs, assistant_model=drafter, max_new_tokens=tokens, do_sample=False)
+    if learner is not None and steps:
+        due = int(learner.statistics.calls * steps) - learner.statistics.steps
+        learner.learn(max(0, due))
     return time.perf_counter() - start
-
-
-def new_drafter(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> FalconDraftModel:
-    """A drafter that has copies of the target's last layers and no training; it is fitted to some answers."""
-    questions = ["What is {}?", "Write a short story about {}.", "Give me some advice about {}.", "List facts on {}."]
-    topics = ["the weather", "trains", "gardens", "music", "computers", "the sea", "bread", "schools"]
-    samples, lengths = [], []
-    for form, topic in product(questions, topics):
-        inputs = encode(tokenizer, form.format(topic), target.device)
-        lengths.append(inputs["input_ids"].shape[1])
-        output = target.generate(**inputs, max_new_tokens=64, do_sample=False, assistant_model=None)
-        samples.append(output[0].cpu())
-    vocab_size = target.config.get_text_config(decoder=True).vocab_size
-    data = TokenFile.from_samples(samples, lengths, [0.0] * len(samples), vocab_size)
-    config = FalconDraftConfig.from_target(target, block_size=1, num_lstm_layers=0, num_hidden_layers=1)
-    with torch.no_grad():
-        found = FalconDraftModel(like_last_layer(config, target))
-        found.set_feature_statistics(*feature_statistics(target, data))
-        start_falcon(found, target, data)
-    return found.to(target.device, target.dtype).eval()
 
 
 if __name__ == "__main__":

@@ -237,5 +237,17 @@ def test_learn_while_serving(models, monkeypatch, capsys):
     assert [row["calls"] for row in rows] == [0, 2, 4] and all(row["tau"] >= 0 for row in rows)
     # The comparisons are no calls to learn from.
     assert "tokens in 4 calls" in capsys.readouterr().out
-    drafter = script.new_drafter(target, tokenizer)
-    script.run(target, encode(tokenizer, "abc", target.device), drafter, 4)
+
+
+def test_learn_while_serving_resumes(models, monkeypatch, capsys, tmp_path):
+    script = example("learn_while_serving")
+    models(script)
+    words = ["--every", "2", "--held_out", "2", "--max_new_tokens", "24", "--steps_a_call", "0.5", "--plain_every", "2"]
+    words += ["--folder", str(tmp_path / "learnt"), "--output", str(tmp_path / "curve.jsonl")]
+    for calls in ("2", "6"):
+        monkeypatch.setattr("sys.argv", ["learn_while_serving.py", "--calls", calls, *words])
+        rows = script.main()
+    assert [row["calls"] for row in rows] == [0, 2, 4, 6]
+    assert rows == [json.loads(line) for line in (tmp_path / "curve.jsonl").read_text().splitlines()]
+    # The second run went on from the weights and the texts of the first.
+    assert "in 6 calls" in capsys.readouterr().out
