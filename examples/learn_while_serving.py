@@ -12,9 +12,9 @@ Expected: more accepted tokens on the stream's held-out prompts after each line
 The streams of docs/learning.md, an instant drafter on dialogues, and the shipped one on German prompts:
 
     python examples/learn_while_serving.py --stream prompts.jsonl --drafter new --calls 600 --every 100 --held_out 40 \
-        --steps_a_call 1 --folder learnt --output curve.jsonl
+        --steps_a_call 0.75 --learning_rate 1e-3 --plain_every 5 --folder learnt --output curve.jsonl
     python examples/learn_while_serving.py --stream german --calls 160 --every 40 --held_out 40 --other mt_bench \
-        --steps_a_call 1 --folder german --output german.jsonl
+        --steps_a_call 0.75 --plain_every 5 --folder german --output german.jsonl
 
 With `--folder` and `--output`, the same command resumes after an interruption.
 """

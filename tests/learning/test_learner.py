@@ -514,6 +514,25 @@ def test_a_killed_process_leaves_a_complete_state(tmp_path):
 # Who can learn, and who keeps what alive.
 
 
+def test_comparisons_follow_a_target_that_changes():
+    target, drafter = pair()
+    with learner(drafter, target) as found:
+        serve(target, drafter, range(30))
+        found.learn(4)
+        before = [record.scores["start"][1] for record in found._buffer.held_out]
+        assert len(before) >= 4
+        with torch.no_grad():
+            head = target.get_output_embeddings().weight
+            head.copy_(torch.randn(head.shape, generator=torch.Generator().manual_seed(0)))
+        found.learn(4)
+        after = [record.scores["start"][1] for record in found._buffer.held_out]
+        expected = [found._student.score(each, found._student.start, target) for each in found._buffer.held_out]
+        assert all(torch.equal(one, other) for one, other in zip(after, expected))
+        assert not all(torch.equal(one, other) for one, other in zip(before, after))
+        # What it learns from is the new target's.
+        serve(target, drafter, range(30, 34))
+
+
 def test_a_drafter_without_room_to_learn_says_so():
     target = new_target("llama")
     with pytest.raises(ValueError, match="cannot learn: a BigramDrafter has no weights"):

@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..checkpoint_files import weights_fingerprint
+from ..core.draft_session import TensorMark
 from ..core.drafter import DraftModel
 from ..core.interfaces import register_part
 from ..training.token_file import write_atomically
@@ -103,6 +104,8 @@ class Learner:
         self._drafting, self._version, self._waits = self._student.start, 0, False
         self._verdict: Verdict | None = None
         self._before: float | None = None
+        # The target's head that the scores of held-out texts are of.
+        self._head_marks: list[TensorMark] = []
         self._replacements, self._refusals, self._refused_in_a_row = 0, 0, 0
         self._seconds = 0.0
         # Guards the calls that run, the buffer and the weights of the drafter.
@@ -384,6 +387,9 @@ class Learner:
     def _comparison(self) -> Iterator[bool]:
         with self._lock:
             held_out = list(self._buffer.held_out)
+        if self._head_has_changed():
+            for record in held_out:
+                record.scores.clear()
         if len(held_out) >= FEWEST_TEXTS:
             weights, before, after = self._student.weights(), [], []
             for record in held_out:
@@ -405,6 +411,17 @@ class Learner:
             self._verdict = compare(before, after)
             self._decide(weights, self._verdict)
         self._compared_at = self._student.steps
+
+    def _head_has_changed(self) -> bool:
+        """Whether the target's head or embedding is another than at the comparison before, as after a step of RL."""
+        target = self._target()
+        assert target is not None
+        modules = target.get_output_embeddings(), target.get_input_embeddings()
+        sources = [getattr(module, name, None) for module in modules for name in ("weight", "bias")]
+        marks = self._head_marks
+        is_same = len(marks) == len(sources) and all(mark.is_of(each) for mark, each in zip(marks, sources))
+        self._head_marks = [TensorMark(each) for each in sources]
+        return not is_same
 
     def _decide(self, weights: dict[str, Tensor], verdict: Verdict) -> None:
         if verdict.replaces:

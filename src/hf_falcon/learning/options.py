@@ -36,7 +36,8 @@ class LearningOptions:
 
     Args:
         learning_rate (`float`, *optional*, defaults to 3e-4): of Muon for matrices, and of AdamW for the rest.
-        step_tokens (`int`, *optional*, defaults to 256): predicted tokens of a step.
+        step_tokens (`int`, *optional*, defaults to 512):
+            Predicted tokens of a step. A step of Muon takes as long as the gradients of some 400 tokens.
         uses (`int`, *optional*, defaults to 8): how often a text is learnt from, at most.
         rejected (`float`, *optional*, defaults to 0.0):
             Share of the learning that is from texts that end with rejected draft tokens: the target has computed its
@@ -69,7 +70,7 @@ class LearningOptions:
     memory: float = 256.0
     longest: int = 1024
     learning_rate: float = 3e-4
-    step_tokens: int = 256
+    step_tokens: int = 512
     uses: int = 8
     rejected: float = 0.0
     held_out: float = 0.2
