@@ -83,7 +83,9 @@ def main() -> list[dict[str, float]]:
     parser.add_argument("--every", type=int, default=20, help="calls between two comparisons")
     parser.add_argument("--max_new_tokens", type=int, default=96)
     parser.add_argument("--share", type=float, default=0.15, help="time of learning, as a share of the calls'")
-    parser.add_argument("--steps_a_call", type=float, help="steps of the optimizer after each call, instead of a share")
+    parser.add_argument(
+        "--steps_a_call", type=float, help="steps of the optimizer after each call, instead of a share"
+    )
     parser.add_argument("--plain_every", type=int, default=1, help="calls, of which one is decoded plainly, too")
     parser.add_argument("--rejected", type=float, default=0.0, help="share of the learning from rejected tokens")
     parser.add_argument("--learning_rate", type=float, default=3e-4)

@@ -242,7 +242,7 @@ def test_learn_while_serving(models, monkeypatch, capsys):
 def test_learn_while_serving_resumes(models, monkeypatch, capsys, tmp_path):
     script = example("learn_while_serving")
     models(script)
-    words = ["--every", "2", "--held_out", "2", "--max_new_tokens", "24", "--steps_a_call", "0.5", "--plain_every", "2"]
+    words = "--every 2 --held_out 2 --max_new_tokens 24 --steps_a_call 0.5 --plain_every 2".split()
     words += ["--folder", str(tmp_path / "learnt"), "--output", str(tmp_path / "curve.jsonl")]
     for calls in ("2", "6"):
         monkeypatch.setattr("sys.argv", ["learn_while_serving.py", "--calls", calls, *words])
