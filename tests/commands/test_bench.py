@@ -15,6 +15,7 @@ from tiny_models import (
 )
 
 from hf_falcon.bench import methods, runner
+from hf_falcon.bench.busy import busy_processes
 from hf_falcon.bench.decision import DecisionModel
 from hf_falcon.bench.medusa import MedusaLikeModel
 from hf_falcon.bench.shapes import SHAPES
@@ -56,6 +57,33 @@ def test_bench_with_row_invariant(arguments, tmp_path, monkeypatch):
     # The answers of the other way of decoding are other measurements.
     with pytest.raises(ValueError, match="give another `output`"):
         bench.main([*arguments, *words])
+
+
+def test_bench_on_a_busy_machine(arguments, tmp_path, monkeypatch):
+    """The processes run while answers are measured, and end with the benchmark, also by an error."""
+    began, alive = [], []
+
+    @contextmanager
+    def seen(count):
+        with busy_processes(count) as processes:
+            began.extend(processes)
+            yield processes
+
+    def run(self, data, file):
+        alive.extend(process.poll() is None for process in began)
+        raise RuntimeError("the end")
+
+    monkeypatch.setattr(bench, "busy_processes", seen)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the end"):
+        patch.setattr(bench.Benchmark, "run", run)
+        bench.main([*arguments, "--busy_processes", "2", "--output", str(tmp_path / "ended")])
+    assert alive == [True, True] and all(process.poll() is not None for process in began)
+    words = [*arguments, "--max_turns", "1", "--busy_processes", "1"]
+    assert bench.main(words) == 0
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["environment"]["busy_processes"] == 1
+    # A quiet machine is another measurement.
+    with pytest.raises(ValueError, match="give another `output`"):
+        bench.main(words[:-2])
 
 
 def test_bench_with_a_decision_model(arguments, tmp_path, capsys):
@@ -205,6 +233,7 @@ def test_bench_fails_where_float32_differs(arguments, monkeypatch, capsys):
     [
         (["--repeats", "0"], "`repeats` is 0"),
         (["--limit", "0"], "`limit` is 0"),
+        (["--busy_processes", "-1"], "`busy_processes` is -1"),
         (["--temperature", "-1"], "`temperature` is -1.0"),
         (["--methods", "falcon,nothing"], "`methods` has 'nothing'"),
         (["--node_budgets", "4", "0"], "`node_budgets` is \\[4, 0\\]"),
