@@ -22,16 +22,17 @@ class CompiledCode:
     Args:
         function (`Callable`): the function to compile.
         compile_config ([`CompileConfig`]): backend, mode and options for `torch.compile`.
+        is_row_invariant (`bool`, *optional*, defaults to `False`): whether it is for a target inside [`row_invariant`].
     """
 
-    def __init__(self, function: Callable[..., Any], compile_config: CompileConfig):
+    def __init__(self, function: Callable[..., Any], compile_config: CompileConfig, is_row_invariant: bool = False):
         config = compile_config.to_dict() | {"fullgraph": True, "dynamic": False}
         mode, options = config.pop("mode"), dict(config.pop("options") or {})
         if config["backend"] == "inductor":
             if mode not in (None, "default"):
                 # torch accepts a mode or options, not both: these are the options of the mode.
                 options = torch._inductor.list_mode_options(mode) | options
-            options = _options() | options
+            options = _options(is_row_invariant) | options
         # Other models add entries to global tables of transformers. That must not invalidate compiled code.
         options["guard_filter_fn"] = torch.compiler.skip_guard_on_globals_unsafe
         self._run = torch.compile(_with_its_own_code(function), **config, options=options)
@@ -89,7 +90,7 @@ def _with_its_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled_function
 
 
-def _options() -> dict[str, Any]:
+def _options(is_row_invariant: bool) -> dict[str, Any]:
     """
     Options for the loops of compact weights: fused multiply-add, and at most as many sums a loop as registers. For
     bfloat16 and float16, each operation rounds as it does uncompiled. And for joined weights a pass over the graph.
@@ -99,4 +100,4 @@ def _options() -> dict[str, Any]:
     # In earlier versions of torch the flag is a `bool`.
     options: dict[str, Any] = {flag: "fast" if isinstance(known[flag], str) else True, "max_fusion_size": 16}
     options |= {name: True for name in ("emulate_precision_casts",) if name in known}
-    return options | {"post_grad_custom_pre_pass": one_product_each()}
+    return options | {"post_grad_custom_pre_pass": one_product_each(is_row_invariant)}

@@ -203,8 +203,9 @@ class CompiledRounds:
     @contextmanager
     def compiling(self, size: int) -> Iterator[None]:
         """Inside, a forward of `size` tokens is compiled. Outside, no forward is."""
-        self._compiled[size] = CompiledCode(_plain_layer if self._layers else self._plain, self._config)
-        self._compiled_heads[size] = CompiledCode(self._plain_head, self._config)
+        function = _plain_layer if self._layers else self._plain
+        self._compiled[size] = CompiledCode(function, self._config, self.is_row_invariant)
+        self._compiled_heads[size] = CompiledCode(self._plain_head, self._config, self.is_row_invariant)
         # Each layer may be of another kind.
         limit = max(len(self._layers), torch._dynamo.config.recompile_limit)
         with (
