@@ -93,11 +93,13 @@ def _with_its_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 def _options(is_row_invariant: bool) -> dict[str, Any]:
     """
     Options for the loops of compact weights: fused multiply-add, and at most as many sums a loop as registers. For
-    bfloat16 and float16, each operation rounds as it does uncompiled. And for joined weights a pass over the graph.
+    joined weights a pass over the graph. And inside [`row_invariant`] each operation rounds as it does uncompiled.
     """
     flag = "cpp.enable_floating_point_contract_flag"
     known = torch._inductor.config.get_config_copy()
     # In earlier versions of torch the flag is a `bool`.
     options: dict[str, Any] = {flag: "fast" if isinstance(known[flag], str) else True, "max_fusion_size": 16}
-    options |= {name: True for name in ("emulate_precision_casts",) if name in known}
+    # Earlier versions of torch do not have it: what is compiled then rounds differently, and does not run inside.
+    if is_row_invariant and "emulate_precision_casts" in known:
+        options["emulate_precision_casts"] = True
     return options | {"post_grad_custom_pre_pass": one_product_each(is_row_invariant)}
