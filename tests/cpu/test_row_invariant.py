@@ -19,6 +19,7 @@ from hf_falcon.cpu.backend import CpuBackend
 from hf_falcon.cpu.packed_layouts import has_bfloat16_products
 from hf_falcon.cpu.packing import PackedLinear
 from hf_falcon.cpu.row_invariant import FilledForward, least_rows, row_invariant_sdpa
+from hf_falcon.cpu.uncompiled_sums import leave_sums_uncompiled
 from hf_falcon.private_names import sdpa_attention_forward
 
 NAMES = ["llama", "qwen2", "qwen3-window", "mistral-window", "phi3", "gemma3", "gemma4", "olmo2", "cohere2"]
@@ -166,6 +167,24 @@ def test_code_that_rounds_differently_does_not_run_inside(kept_if_slower):
         assert used == [4]
     with hf_falcon.row_invariant(target), hf_falcon.compiled_rounds(target, (4,), compiled_by(other)) as used:
         assert used == []
+
+
+def test_sums_of_compiled_code_are_torchs_own():
+    graph = torch.fx.symbolic_trace(Mean()).graph
+    for node in graph.nodes:
+        # As the compiler's graph has it.
+        if node.op == "call_method":
+            node.op, node.target = "call_function", torch.ops.aten.mean.dim
+    leave_sums_uncompiled(graph)
+    assert not any(node.target is torch.ops.aten.mean.dim for node in graph.nodes)
+    states = torch.randn(1, 3, 576)
+    states[..., 7] = 3000
+    assert torch.equal(torch.fx.GraphModule(torch.nn.Module(), graph)(states), Mean()(states))
+
+
+class Mean(torch.nn.Module):
+    def forward(self, states):
+        return states.mean([-1], True)
 
 
 @pytest.mark.slow

@@ -22,7 +22,8 @@ class CompiledCode:
     Args:
         function (`Callable`): the function to compile.
         compile_config ([`CompileConfig`]): backend, mode and options for `torch.compile`.
-        is_row_invariant (`bool`, *optional*, defaults to `False`): whether it is for a target inside [`row_invariant`].
+        is_row_invariant (`bool`, *optional*, defaults to `False`):
+            Whether it is for a target inside [`row_invariant`]: it then rounds as uncompiled code does.
     """
 
     def __init__(self, function: Callable[..., Any], compile_config: CompileConfig, is_row_invariant: bool = False):

@@ -72,7 +72,7 @@ def _can_be_joined(linears: list[PackedLinear]) -> bool:
     )
 
 
-def one_product_each(is_row_invariant: bool) -> Any:
+def one_product_each(is_row_invariant: bool = False) -> Any:
     """
     A pass for `torch.compile`: compiled code computes each product once that its graph has several times. For a target
     inside [`row_invariant`] it leaves sums uncompiled, too.

@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-The sums of norms in compiled code inside `row_invariant`, computed as uncompiled code computes them. Compiled code adds
-in another order, which shows where a few values are much larger than the others.
+The sums of norms in compiled code inside `row_invariant`, computed as uncompiled code computes them. Compiled code
+adds in another order, which shows where a few values are much larger than the others.
 """
 
 from __future__ import annotations
