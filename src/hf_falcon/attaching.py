@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.modules.dropout import _DropoutNd
 from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from .core.hook import default_generation_params, is_drafter, register_finder
 from .drafters.lookup_drafter import LOOKUP
+from .drafters.mtp import MTP, MtpDrafter
 from .learning.learner import learner_of, start_learning
 from .learning.options import LearningOptions
 from .pipelines import load_by_name
@@ -49,14 +51,15 @@ def attach(
       (`prompt_lookup_num_tokens` above 0),
     - it has an argument that no drafter supports: `use_cache=False`, `cache_implementation="paged"`,
       `assistant_tokenizer`, `num_assistant_tokens_schedule="heuristic_transient"`,
-    - the target is in training mode, or is the assistant of another model,
+    - the target is in training mode with dropout or gradient checkpointing, or is the assistant of another model,
     - the target was changed so that the drafter no longer fits; one warning says how.
 
     Args:
         target ([`PreTrainedModel`]): the target.
         drafter ([`DraftModel`], `str` or `os.PathLike`, *optional*, defaults to `"lookup"`):
-            The drafter, its name on the Hub or its folder; "lookup" is prompt lookup alone, for any target. By name it
-            is loaded at once, in the target's dtype and on its device.
+            The drafter, its name on the Hub or its folder; "lookup" is prompt lookup alone, for any target, and "mtp"
+            the multi-token-prediction head of the target's checkpoint. By name it is loaded at once, in the target's
+            dtype and on its device.
         learn (`bool`, `str`, `os.PathLike` or [`LearningOptions`], *optional*, defaults to `False`):
             Whether the drafter learns from the calls ([`Learner`]); a folder to keep what it learns in; or options.
 
@@ -119,8 +122,7 @@ class AttachedDrafters:
         """
         Whether transformers would decode a call plainly, and nothing in it is refused with a drafter; see [`attach`].
         """
-        # With dropout every pass draws, and with gradient checkpointing the cache stays empty.
-        if target.training or arguments.get("assistant_tokenizer") is not None:
+        if (target.training and _trains_otherwise(target)) or arguments.get("assistant_tokenizer") is not None:
             return False
         if settings.get("use_cache") is False or settings.get("cache_implementation") == "paged":
             return False
@@ -160,6 +162,21 @@ def install() -> None:
     register_finder(AttachedDrafters())
 
 
+def _trains_otherwise(target: PreTrainedModel) -> bool:
+    """
+    Whether forwards in training mode differ from others: with dropout every forward draws, and with gradient
+    checkpointing the cache stays empty.
+    """
+    for module in target.modules():
+        if getattr(module, "gradient_checkpointing", False) or (isinstance(module, _DropoutNd) and module.p > 0):
+            return True
+        # Attention and layers have probabilities of their own: `attention_dropout`, `layerdrop`.
+        own = [value for name, value in vars(module).items() if "drop" in name]
+        if any(isinstance(value, float) and value > 0 for value in own):
+            return True
+    return False
+
+
 def _load(target: PreTrainedModel, name: str | os.PathLike[str]) -> Any:
     """
     Loads the drafter in a folder or a repository of the Hub, in the target's dtype and on its device. Each target
@@ -174,7 +191,7 @@ def _load(target: PreTrainedModel, name: str | os.PathLike[str]) -> Any:
     # Parameters that are made in inference mode could not be used outside it.
     with torch.inference_mode(False):
         found = (load(str(name), target.dtype) for load in _loaders)
-        drafter = next((each for each in found if each is not None), None)
+        drafter = MtpDrafter(target) if name == MTP else next((each for each in found if each is not None), None)
         if drafter is None:
             return name
         drafter = drafter.to(target.device).eval()

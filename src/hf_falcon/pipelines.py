@@ -18,6 +18,7 @@ from .core.drafter import DraftModel, FalconDraftModel
 from .drafters.auto import AutoDrafter, is_drafter
 from .drafters.files import read_object
 from .drafters.lookup_drafter import LOOKUP
+from .drafters.mtp import MTP
 
 _MODULE = "transformers.pipelines.base"
 
@@ -52,7 +53,7 @@ def load_by_name(name: str, dtype: torch.dtype) -> DraftModel | None:
 
 def _names_drafter(name: str) -> bool:
     try:
-        return name == LOOKUP or is_drafter(read_object(name, "config.json") or {})
+        return name in (LOOKUP, MTP) or is_drafter(read_object(name, "config.json") or {})
     except ValueError:
         # The configuration of another model may hold what a drafter's may not, such as infinity.
         return False
@@ -108,7 +109,7 @@ def _wrap(pipelines: ModuleType) -> None:
     @functools.wraps(stock)
     def load_assistant_model(model: PreTrainedModel, assistant_model: Any, assistant_tokenizer: Any) -> tuple:
         if isinstance(assistant_model, str) and _names_drafter(assistant_model):
-            assistant_model = AutoDrafter.from_pretrained(assistant_model, dtype=model.dtype).to(model.device)
+            assistant_model = AutoDrafter.from_pretrained(assistant_model, model.dtype, model).to(model.device)
         if getattr(type(assistant_model), "is_falcon_drafter", False):
             # A language model as the drafter may have other tokens.
             reads = getattr(type(assistant_model), "reads_tokenizers", False)

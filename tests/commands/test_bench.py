@@ -2,6 +2,7 @@
 """`hf-falcon bench`."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,12 +14,14 @@ from tiny_models import (
     tiny_tokenizer,
 )
 
-from hf_falcon.bench import methods
+from hf_falcon.bench import methods, runner
+from hf_falcon.bench.busy import busy_processes
 from hf_falcon.bench.decision import DecisionModel
 from hf_falcon.bench.medusa import MedusaLikeModel
 from hf_falcon.bench.shapes import SHAPES
 from hf_falcon.bench.traces import TRACES_NAME
 from hf_falcon.commands import bench
+from hf_falcon.cpu.row_invariant import is_row_invariant
 
 SAMPLING = ["falcon_speculative", "falcon_multi_root", "falcon_speculative@3"]
 
@@ -35,17 +38,52 @@ def test_bench_of_samples(arguments, tmp_path, temperature):
         assert (row["identical_prompts"] == 2) is (temperature == "0")
 
 
-def test_bench_with_row_invariant(arguments, tmp_path, capsys):
-    """In 16 bits every method's tokens are plain decoding's; compiled rounds do not run."""
+def test_bench_with_row_invariant(arguments, tmp_path, monkeypatch):
+    """In 16 bits every method's tokens are plain decoding's, those of compiled rounds, too."""
+    inside = []
+
+    @contextmanager
+    def compiled(target, drafter):
+        # Code that is compiled outside does not run inside.
+        inside.append(is_row_invariant(target))
+        yield
+
+    monkeypatch.setattr(runner, "compiled_rounds", compiled)
     words = ["--max_turns", "1", "--dtype", "bfloat16", "--methods", "falcon,prompt_lookup,falcon_compiled"]
     assert bench.main([*arguments, *words, "--row_invariant"]) == 0
-    assert "`falcon_compiled` is left out: compiled rounds do not run inside" in capsys.readouterr().out
     runs, report = bench_runs(tmp_path)
-    assert {name for name, _ in runs} >= {"plain", "falcon"} and "falcon_compiled" not in {name for name, _ in runs}
+    assert {name for name, _ in runs} >= {"plain", "falcon", "falcon_compiled"} and inside and all(inside)
     assert all(row["identical_prompts"] == row["num_prompts"] for row in runs.values())
     # The answers of the other way of decoding are other measurements.
     with pytest.raises(ValueError, match="give another `output`"):
         bench.main([*arguments, *words])
+
+
+def test_bench_on_a_busy_machine(arguments, tmp_path, monkeypatch):
+    """The processes run while answers are measured, and end with the benchmark, also by an error."""
+    began, alive = [], []
+
+    @contextmanager
+    def seen(count):
+        with busy_processes(count) as processes:
+            began.extend(processes)
+            yield processes
+
+    def run(self, data, file):
+        alive.extend(process.poll() is None for process in began)
+        raise RuntimeError("the end")
+
+    monkeypatch.setattr(bench, "busy_processes", seen)
+    with monkeypatch.context() as patch, pytest.raises(RuntimeError, match="the end"):
+        patch.setattr(bench.Benchmark, "run", run)
+        bench.main([*arguments, "--busy_processes", "2", "--output", str(tmp_path / "ended")])
+    assert alive == [True, True] and all(process.poll() is not None for process in began)
+    words = [*arguments, "--max_turns", "1", "--busy_processes", "1"]
+    assert bench.main(words) == 0
+    assert json.loads((tmp_path / "out" / "report.json").read_text())["environment"]["busy_processes"] == 1
+    # A quiet machine is another measurement.
+    with pytest.raises(ValueError, match="give another `output`"):
+        bench.main(words[:-2])
 
 
 def test_bench_with_a_decision_model(arguments, tmp_path, capsys):
@@ -195,6 +233,7 @@ def test_bench_fails_where_float32_differs(arguments, monkeypatch, capsys):
     [
         (["--repeats", "0"], "`repeats` is 0"),
         (["--limit", "0"], "`limit` is 0"),
+        (["--busy_processes", "-1"], "`busy_processes` is -1"),
         (["--temperature", "-1"], "`temperature` is -1.0"),
         (["--methods", "falcon,nothing"], "`methods` has 'nothing'"),
         (["--node_budgets", "4", "0"], "`node_budgets` is \\[4, 0\\]"),

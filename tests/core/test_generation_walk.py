@@ -8,6 +8,8 @@ A field that transformers has and this table does not know fails the test, so th
 import asyncio
 import functools
 import inspect
+import random
+import string
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +40,7 @@ from transformers import (
 )
 
 import hf_falcon
-from hf_falcon import DraftOptions, LookupDrafter
+from hf_falcon import CausalLMDrafter, DraftModel, DraftOptions, LookupDrafter
 from hf_falcon.core.target_run import TargetRun
 
 NEW_TOKENS = 24
@@ -385,23 +387,43 @@ def test_assisted(field, row, way, monkeypatch, warnings_given):
         assert output.draft_statistics.accepted_tokens > 0
 
 
-@pytest.mark.parametrize("way", quick(["dict"], WAYS))
-@pytest.mark.parametrize("field, row", rows(ASSISTED))
-def test_assisted_by_lookup_alone(field, row, way, warnings_given):
-    returned, _ = WAYS[way]
-    expected = _generate(_fresh(row.target), {**_settings(row), **returned})
-    truth = expected if isinstance(expected, torch.Tensor) else expected.sequences
-    # A memory that knows the texts.
+@functools.cache
+def _instant_drafter(name: str) -> DraftModel:
+    texts = ["".join(random.Random(n).choices(string.ascii_letters, k=3 * n)) for n in range(1, 12)]
+    target = _fresh(name)
+    return hf_falcon.instant_drafter(target, tiny_tokenizer(), prompts=texts, max_new_tokens=24, progress=False)
+
+
+def _drafter_for_any(kind: str, name: str, truth: torch.Tensor) -> DraftModel:
+    """A drafter that needs no training, for the target of this name; "lookup" and "draft model" know the texts."""
+    if kind == "instant":
+        return _instant_drafter(name)
+    if kind == "draft model":
+        return CausalLMDrafter(_fresh(name))
     drafter = LookupDrafter(memory=10_000)
     for text in truth.tolist():
         drafter.add(text)
+    return drafter
+
+
+@pytest.mark.parametrize("way", quick(["dict"], WAYS))
+@pytest.mark.parametrize("kind", ["lookup", "draft model", "instant"])
+@pytest.mark.parametrize("field, row", rows(ASSISTED))
+def test_assisted_by_drafters_for_any_target(field, row, kind, way, warnings_given):
+    if kind == "instant" and row.target != "llama":
+        pytest.skip("instant drafters are for targets of Llama's kind")
+    returned, _ = WAYS[way]
+    expected = _generate(_fresh(row.target), {**_settings(row), **returned})
+    drafter = _drafter_for_any(
+        kind, row.target, expected if isinstance(expected, torch.Tensor) else expected.sequences
+    )
     settings = {"num_assistant_tokens_schedule": "constant", **_settings(row), **returned}
     output = _generate(_fresh(row.target), settings, assistant_model=drafter)
     check_output(output, expected)
     assert warnings_given() == []
     found = getattr(output, "draft_statistics", None)
     if found is not None and settings["num_assistant_tokens_schedule"] == "constant" and found.new_tokens > 9:
-        assert found.accepted_tokens > 0
+        assert kind == "instant" or found.accepted_tokens > 0
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from transformers import CompileConfig
 
 import hf_falcon
 from hf_falcon.cpu import compiled_passes, huge_pages, lent_weights, packing
+from hf_falcon.cpu.backend import CpuDrafter
 from hf_falcon.cpu.compiled_passes import CompiledPasses
 from hf_falcon.cpu.compiled_rounds import CompiledRounds
 from hf_falcon.cpu.huge_pages import keep_in_huge_pages, move_to_huge_pages
@@ -139,16 +140,28 @@ def test_weights_that_stay_where_they_are(case, settings, moved, monkeypatch):
     assert model.weight.data_ptr() == address and not moved
 
 
-def test_generation_moves_the_drafter(settings, moved):
+def test_the_second_call_moves_the_drafter(settings, moved):
     target = tiny_target("llama")
     drafter, tokens = copy.deepcopy(tiny_drafter(target)), prompt(10)
     options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 12, "do_sample": False}
     expected = target.generate(tokens, **options)
-    for _ in range(2):
+    for call in range(3):
+        assert bool(moved) == (call == 2)
         output = target.generate(tokens, assistant_model=drafter, **options)
         assert output.tolist() == expected.tolist()
     matrices = [weight for weight in drafter.parameters() if weight.dim() > 1]
     assert moved == [(weight.data_ptr(), weight.nbytes) for weight in matrices]
+
+
+def test_a_drafter_that_drafts_in_another_call_is_not_moved(settings, moved):
+    target = tiny_target("llama")
+    drafter = copy.deepcopy(tiny_drafter(target))
+    first = CpuDrafter(drafter, target)
+    second = CpuDrafter(drafter, target)
+    assert not moved
+    del first, second
+    CpuDrafter(drafter, target)
+    assert moved
 
 
 @pytest.mark.parametrize("draft_vocab_size", [None, 20])

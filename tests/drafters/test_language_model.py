@@ -6,7 +6,7 @@ from contextlib import contextmanager
 import pytest
 import simulated_device
 import torch
-from device_cases import CHAIN, Simulated, check
+from device_cases import CHAIN, MODES, Simulated, check
 from quick import quick
 from shrunken import tiny_model
 from tiny_models import (
@@ -297,6 +297,18 @@ def test_transformers_refusals_name_the_drafter(ids, settings):
     assert found.sequences.tolist() == generate(target, prompt(8)).tolist()
     assert not hasattr(found, "draft_statistics")
     assert generate(target, ids, CausalLMDrafter(model), **settings).draft_statistics is not None
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_modes_on_a_device(mode, rows):
+    settings = {**MODES[mode], **({"tokenizer": tiny_tokenizer()} if "stop_strings" in MODES[mode] else {})}
+    with Simulated() as device:
+        target = device.put(new_target())
+        drafter = CausalLMDrafter(device.put(new_target(), 1))
+        # Scores also cover rows that have ended, which plain decoding computes.
+        assisted = mode != "dictionaries" or rows == 1
+        check(device, target, drafter, random_tokens(rows, 9), assisted, **{**SCHEDULES["constant"], **settings})
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])

@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """The examples of decoding, on a tiny target."""
 
+import copy
 import json
 import os
 import re
@@ -210,6 +211,22 @@ def test_later_turns(tmp_path, monkeypatch, capsys):
     script.main()
     assert capsys.readouterr().out == f"{output}: 1 turns\n"
     assert [[message["content"] for message in turn.messages] for turn in read_dialogues(output)] == [list(texts[2:4])]
+
+
+def test_grpo(models, tmp_path, monkeypatch, capsys):
+    pytest.importorskip("trl")
+    script = example("grpo")
+    target, tokenizer, _ = models(script)
+    # trl pads with it.
+    tokenizer.eos_token = tokenizer.pad_token = tokenizer.convert_ids_to_tokens(1)
+    monkeypatch.setattr(script, "load_target", lambda *_: (copy.deepcopy(target), tokenizer))
+    words = ["--steps", "2", "--max_new_tokens", "8", "--output", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["grpo.py", *words])
+    found = script.main()
+    assert found.keys() == set(script.WAYS)
+    assert found["attached"].texts == found["learning"].texts == found["plain"].texts
+    assert len(found["plain"].texts) == 2 and not found["plain"].tokens_a_round and found["attached"].tokens_a_round
+    assert capsys.readouterr().out.count("2 of 2") == 3
 
 
 def test_learn_while_serving(models, monkeypatch, capsys):

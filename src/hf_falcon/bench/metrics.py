@@ -59,6 +59,7 @@ def _row(method: str, data: str, own: list[Trace], plain: list[Trace], exact: bo
     diverging = [(place, trace.gap) for place, trace in zip(differences, own) if place is not None]
     prompts = {(trace.data, trace.prompt) for trace in own}
     differing = {(trace.data, trace.prompt) for place, trace in zip(differences, own) if place is not None}
+    ratios = [each / time for each, time in zip(plain_seconds, comparable)]
     may_claim = not (exact and differing)
     new_tokens = sum(len(trace.tokens) for trace in own)
     return {
@@ -68,7 +69,8 @@ def _row(method: str, data: str, own: list[Trace], plain: list[Trace], exact: bo
         "new_tokens": new_tokens,
         "tokens_per_second": new_tokens / sum(seconds),
         "speedup": sum(plain_seconds) / sum(comparable) if may_claim else None,
-        "speedup_spread": _quartiles([p / c for p, c in zip(plain_seconds, comparable)]) if may_claim else None,
+        "speedup_spread": _quartiles(ratios) if may_claim else None,
+        "slowest_speedup": min(ratios) if may_claim else None,
         "identical_prompts": len(prompts - differing),
         "median_first_difference": statistics.median(place for place, _ in diverging) if diverging else None,
         "median_logit_gap": statistics.median(gap or 0.0 for _, gap in diverging) if diverging else None,

@@ -42,7 +42,7 @@ def table(rows: list[Row]) -> str:
     by_key = {(row["method"], row["data"]): row for row in rows}
     scaled = rows[0].get("scaled")
     title = "speed-up" if scaled is None else f"speed-up, {scale(scaled)}"
-    cells = [[title, *data, "tokens/round", "tau", "identical"]]
+    cells = [[title, *data, "slowest", "tokens/round", "tau", "identical"]]
     for method in methods:
         found = [by_key.get((method, name)) for name in data]
         last = found[-1] or {}
@@ -54,6 +54,7 @@ def table(rows: list[Row]) -> str:
                     "" if row is None else "differs" if row["speedup"] is None else f"{row['speedup']:.2f}"
                     for row in found
                 ),
+                _number(last.get("slowest_speedup")),
                 "" if tau is None else f"{tau + 1:.2f}",
                 "" if tau is None else f"{tau:.2f}",
                 f"{last['identical_prompts']}/{last['num_prompts']}" if last else "",
@@ -80,6 +81,7 @@ def markdown(environment: dict[str, Any], rows: list[Row], absent: dict[str, str
         "tokens/s",
         "speed-up",
         "middle half",
+        "slowest",
         "tokens/round",
         "tau",
         "alpha",
@@ -105,6 +107,7 @@ def markdown(environment: dict[str, Any], rows: list[Row], absent: dict[str, str
                     f"{row['tokens_per_second']:.1f}",
                     "differs" if row["speedup"] is None else f"{row['speedup']:.2f}",
                     "" if spread is None else f"{spread[0]:.2f} to {spread[1]:.2f}",
+                    _number(row["slowest_speedup"]),
                     "" if row["tau"] is None else f"{row['tau'] + 1:.2f}",
                     _number(row["tau"]),
                     "" if row["alpha"] is None else f"{100 * row['alpha']:.1f} %",

@@ -14,6 +14,7 @@ from huggingface_hub.errors import CacheNotFound
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ..checkpoint_files import read_json
+from ..drafters.mtp import MTP
 from ..training.instant import refusal
 
 # Bytes of a tokenizer's file, at most.
@@ -35,7 +36,7 @@ def at_hand(config: PreTrainedConfig, name: str, target: PreTrainedModel | None 
         `dict[str, str]`: what there is to say of "own heads", "instant", "smaller model" and "lookup".
     """
     heads = getattr(config.get_text_config(decoder=True), "num_mtp_layers", None)
-    found = {"own heads": f"{heads} for several tokens: transformers' `use_mtp=True`" if heads else "none"}
+    found = {"own heads": _own_heads(heads)}
     if target is None:
         try:
             with torch.device("meta"):
@@ -56,6 +57,13 @@ def at_hand(config: PreTrainedConfig, name: str, target: PreTrainedModel | None 
     )
     found["lookup"] = 'always, best where answers repeat their prompt: `assistant_model="lookup"`'
     return found
+
+
+def _own_heads(layers: int | None) -> str:
+    if not layers:
+        return "none"
+    use = f'`assistant_model="{MTP}"`' if layers == 1 else "transformers' `use_mtp=True`"
+    return f"{layers} for several tokens, if the checkpoint has the weights: {use}"
 
 
 def smaller_models(name: str) -> dict[str, int]:

@@ -16,11 +16,12 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from ..bench import report
+from ..bench.busy import busy_processes
 from ..bench.decision import DecisionModel
 from ..bench.medusa import MedusaLikeModel
 from ..bench.memory import drafter_bytes, weight_bytes
 from ..bench.method_names import FALCON
-from ..bench.methods import COMPILED, INSTANT, OTHER_SAMPLES, Models, resolve
+from ..bench.methods import INSTANT, OTHER_SAMPLES, Models, resolve
 from ..bench.metrics import PLAIN, summarise
 from ..bench.operations import RoundOperations
 from ..bench.prompts import read_turns
@@ -68,9 +69,6 @@ def main(argv: list[str]) -> int:
     note_other_variables(models.drafters.get(FALCON), variables)
     models.longest_context = longest_context(tokenizer, data, arguments.max_new_tokens, variables)
     methods, absent = resolve(arguments.method_names, models)
-    if arguments.row_invariant:
-        absent |= {name: "compiled rounds do not run inside `row_invariant`" for name in COMPILED if name in methods}
-        methods = {name: each for name, each in methods.items() if name not in COMPILED}
     for name, why in absent.items():
         print(f"`{name}` is left out: {why}.")
 
@@ -83,8 +81,11 @@ def main(argv: list[str]) -> int:
         environment["chat_template_kwargs"] = json.dumps(variables, sort_keys=True)
     measured = {**environment, **settings, "repeats": arguments.repeats, "prompts": _digest(data)}
     measured["draft_options"] = {name: asdict(_options(drafter)) for name, drafter in models.drafters.items()}
-    # Traces of before have no such setting, which is `None`.
+    # Traces of before have no such settings, which are `None`.
     measured["row_invariant"] = arguments.row_invariant or None
+    measured["busy_processes"] = arguments.busy_processes or None
+    if arguments.busy_processes:
+        environment["busy_processes"] = arguments.busy_processes
     if arguments.row_invariant:
         environment["row_invariant"] = True
     if models.decision is not None:
@@ -102,7 +103,8 @@ def main(argv: list[str]) -> int:
     if wanted <= file.traces.keys():
         print(f"All answers were measured before: delete {Path(arguments.output) / TRACES_NAME} to measure it again.")
     benchmark = Benchmark(models.target, tokenizer, methods, settings, arguments.repeats, variables)
-    with row_invariant(models.target) if arguments.row_invariant else nullcontext():
+    exactness = row_invariant(models.target) if arguments.row_invariant else nullcontext()
+    with exactness, busy_processes(arguments.busy_processes):
         benchmark.run(data, file)
 
     traces = [trace for key, trace in file.traces.items() if key in wanted]
@@ -134,7 +136,7 @@ def _load(
     if arguments.drafter is None and arguments.target not in (None, TARGET_NAME):
         models.absent[FALCON] = "no drafter is given as `drafter`, and there is none for this target"
     else:
-        models.drafters[FALCON] = load_drafter(arguments.drafter, dtype, device)
+        models.drafters[FALCON] = load_drafter(arguments.drafter, dtype, device, target)
     if any(name.partition("@")[0] == INSTANT for name in arguments.method_names):
         try:
             models.drafters[INSTANT] = instant_drafter(target, tokenizer)

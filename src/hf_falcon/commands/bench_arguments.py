@@ -80,6 +80,9 @@ class BenchArguments:
         default=False,
         metadata={"help": "Decode where rows do not depend on their number: in 16 bits, on a CPU, all are identical."},
     )
+    busy_processes: int = field(
+        default=0, metadata={"help": "Other processes that compute meanwhile: what is left on a machine in use."}
+    )
     dtype: str = field(default="auto", metadata={"help": "auto, float32, bfloat16 or float16."})
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
     output: str = field(default="bench", metadata={"help": "Folder of the traces and the report."})
@@ -88,6 +91,7 @@ class BenchArguments:
         from ..training.chat_templates import template_variables
 
         at_least(self, 1, "max_new_tokens", "repeats", "limit", "max_turns")
+        at_least(self, 0, "busy_processes")
         template_variables(self.chat_template_kwargs)
         if self.temperature < 0:
             raise ValueError(f"`temperature` is {self.temperature}; give 0 (greedy) or more.")

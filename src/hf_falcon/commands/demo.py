@@ -150,7 +150,7 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
     """The target, the drafter and the tokenizer."""
     target, tokenizer = load_target(arguments.target, dtype, device)
-    drafter = load_drafter(arguments.drafter, dtype, device)
+    drafter = load_drafter(arguments.drafter, dtype, device, target)
     if arguments.num_assistant_tokens is not None:
         drafter.generation_config.num_assistant_tokens = arguments.num_assistant_tokens
     return target, drafter, tokenizer

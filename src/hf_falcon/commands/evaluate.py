@@ -101,7 +101,7 @@ def main(argv: list[str]) -> int:
     device = resolve_device(arguments.device)
     dtype = resolve_dtype(arguments.dtype, device)
     target, tokenizer = load_target(arguments.target, dtype, device)
-    drafter = load_drafter(arguments.drafter, dtype, device)
+    drafter = load_drafter(arguments.drafter, dtype, device, target)
     note_other_variables(drafter, template_variables(arguments.chat_template_kwargs))
     if arguments.prompt_lookup_num_tokens is None and drafter.max_draft_passes != 0:
         arguments.prompt_lookup_num_tokens = 0

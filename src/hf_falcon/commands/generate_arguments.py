@@ -53,7 +53,7 @@ class ModelArguments:
         device = resolve_device(self.device)
         dtype = resolve_dtype(self.dtype, device)
         target, tokenizer = load_target(self.target, dtype, device)
-        drafter = None if self.plain else load_drafter(self.drafter, dtype, device)
+        drafter = None if self.plain else load_drafter(self.drafter, dtype, device, target)
         if self.pack:
             for model in filter(None, (target, drafter)):
                 pack_weights(model)

@@ -126,23 +126,27 @@ def load_drafter(
     name_or_path: str | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
+    target: PreTrainedModel | None = None,
 ) -> DraftModel:
     """
     Loads a drafter of any method, in evaluation mode.
 
     Args:
         name_or_path (`str`, *optional*):
-            A name on the Hub, a folder, or "lookup" for prompt lookup alone. By default the drafter of the demo
-            target: in the source checkout the one in `hub_cards`, elsewhere the published one.
+            A name on the Hub, a folder, "lookup" for prompt lookup alone, or "mtp" for the target's own head. By
+            default the drafter of the demo target: in the source checkout the one in `hub_cards`, elsewhere the
+            published one.
         dtype (`str` or `torch.dtype`, *optional*, defaults to `"auto"`):
             As in [`load_target`].
         device (`str` or `torch.device`, *optional*):
             As in [`load_target`].
+        target ([`PreTrainedModel`], *optional*):
+            See [`AutoDrafter.from_pretrained`].
     """
     device = resolve_device(device)
     folder = name_or_path or shipped_drafter()
     with no_progress_bars(folder):
-        drafter = AutoDrafter.from_pretrained(folder, dtype=resolve_dtype(dtype, device))
+        drafter = AutoDrafter.from_pretrained(folder, resolve_dtype(dtype, device), target)
     return drafter.to(device)
 
 

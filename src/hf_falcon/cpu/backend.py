@@ -23,6 +23,8 @@ from .skinny_gemm import SkinnyLinears, linears_of, skinny_gemm
 
 # The layers of each target that run faster in rounds, as long as its structure stays.
 _linears: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Hashable, SkinnyLinears]] = weakref.WeakKeyDictionary()
+# The accelerations of the calls that run, for each drafter that has drafted.
+_running: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[CpuDrafter]] = weakref.WeakKeyDictionary()
 
 
 class CpuTarget(TargetAcceleration):
@@ -82,7 +84,12 @@ class CpuDrafter(DrafterAcceleration):
 
     def __init__(self, drafter: nn.Module, target: PreTrainedModel):
         super().__init__(drafter)
-        keep_in_huge_pages(drafter)
+        running = _running.get(drafter)
+        # The move takes as long as one or two rounds, and a call gains a fraction of one: the first call does without.
+        # A drafter that drafts in another thread must not move.
+        if running is not None and not running:
+            keep_in_huge_pages(drafter)
+        _running.setdefault(drafter, weakref.WeakSet()).add(self)
         self._passes = compiled_passes_of(drafter, target)
         self.head = None if self._passes is None else self._passes.head
         self._linears = linears_of(drafter)
@@ -113,8 +120,8 @@ class CpuBackend:
     """The accelerations of a call. On devices other than a CPU only code of [`compile_rounds`] runs differently."""
 
     def for_target(self, target: PreTrainedModel, is_batch: bool, reads_layers: bool) -> CpuTarget:
-        # A compiled decoder does not give the outputs of single layers, and its rows depend on their number.
-        is_plain = is_batch or reads_layers or is_row_invariant(target)
+        # A compiled decoder does not give the outputs of single layers.
+        is_plain = is_batch or reads_layers
         return CpuTarget(target, None if is_plain else compiled_rounds_of(target))
 
     def for_drafter(self, drafter: Drafter, target: PreTrainedModel) -> DrafterAcceleration:

@@ -91,11 +91,12 @@ def _with_its_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _options() -> dict[str, Any]:
     """
-    Options for the loops of compact weights: fused multiply-add, and at most as many sums a loop as registers. And for
-    joined weights a pass over the graph.
+    Options for the loops of compact weights: fused multiply-add, and at most as many sums a loop as registers. For
+    bfloat16 and float16, each operation rounds as it does uncompiled. And for joined weights a pass over the graph.
     """
     flag = "cpp.enable_floating_point_contract_flag"
+    known = torch._inductor.config.get_config_copy()
     # In earlier versions of torch the flag is a `bool`.
-    is_named = isinstance(torch._inductor.config.get_config_copy()[flag], str)
-    options: dict[str, Any] = {flag: "fast" if is_named else True, "max_fusion_size": 16}
+    options: dict[str, Any] = {flag: "fast" if isinstance(known[flag], str) else True, "max_fusion_size": 16}
+    options |= {name: True for name in ("emulate_precision_casts",) if name in known}
     return options | {"post_grad_custom_pre_pass": one_product_each()}

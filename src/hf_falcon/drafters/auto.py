@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ..core.configuration_falcon_draft import FalconDraftConfig
@@ -16,6 +17,7 @@ from ..core.drafter import DraftModel
 from .checkpoints import read_fields
 from .files import LOADING, pinned
 from .lookup_drafter import LOOKUP, LookupDrafter
+from .mtp import MTP, MtpDrafter
 
 Fields = dict[str, Any]
 
@@ -83,15 +85,18 @@ class AutoDrafter:
         cls,
         pretrained_model_name_or_path: str | os.PathLike[str],
         dtype: str | torch.dtype | None = None,
+        target: PreTrainedModel | None = None,
         **kwargs: Any,
     ) -> DraftModel:
         """
         Loads a drafter, in evaluation mode.
 
         Args:
-            pretrained_model_name_or_path (`str` or `os.PathLike`): a folder, a repository of the Hub, or "lookup".
+            pretrained_model_name_or_path (`str` or `os.PathLike`):
+                A folder, a repository of the Hub, "lookup" for prompt lookup alone, or "mtp", the target's own head.
             dtype (`str` or `torch.dtype`, *optional*):
                 Dtype of the weights; give the target's. By default the dtype that they are stored in.
+            target ([`~transformers.PreTrainedModel`], *optional*): the target, of which "mtp" is a part.
             kwargs: `cache_dir`, `force_download`, `local_files_only`, `proxies`, `revision`, `subfolder` and `token`,
                 as in [`~transformers.PreTrainedModel.from_pretrained`], and arguments of the method's class.
 
@@ -106,6 +111,10 @@ class AutoDrafter:
         name = os.fspath(pretrained_model_name_or_path)
         if name == LOOKUP:
             return LookupDrafter()
+        if name == MTP:
+            if target is None:
+                raise ValueError(f"`{MTP}` is the head of a target: give that model as `target`.")
+            return MtpDrafter(target)
         # What the class reads is of the commit that was chosen from.
         kwargs = pinned(name, **kwargs)
         kind = drafter_class(name, **{key: value for key, value in kwargs.items() if key in LOADING})

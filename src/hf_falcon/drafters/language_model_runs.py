@@ -116,23 +116,35 @@ class TreeRun:
 
     def read(self, token_ids: Sequence[int]) -> Tensor:
         """See [`LanguageModelRun.read`]."""
+        tokens = to_device(torch.tensor([token_ids], device="cpu"), self._device)
+        return self.read_inputs(input_ids=tokens)
+
+    def read_inputs(self, **inputs: Tensor) -> Tensor:
+        """
+        As `read`.
+
+        Args:
+            inputs (`torch.Tensor` of shape `(1, new, ...)`): arguments of the model that have a value for each token.
+        """
         self._drop_drafted()
-        for tokens in torch.tensor(token_ids, device="cpu").split(_CHUNK):
-            new = tokens.shape[0]
+        length = next(iter(inputs.values())).shape[1]
+        for start in range(0, length, _CHUNK):
+            chunk = {name: value[:, start : start + _CHUNK] for name, value in inputs.items()}
+            new = min(_CHUNK, length - start)
             positions = torch.arange(self.length, self.length + new, device=self._device)
             visible = torch.ones(new, new, dtype=torch.bool, device=self._device).tril()
-            logits = self._forward(to_device(tokens, self._device), positions, visible, self._only_last)
+            logits = self._forward(positions, visible, {**chunk, **self._only_last})
             self.length += new
         return logits[-1:]
 
-    def draft(self, token_ids: Tensor, parents: Tensor) -> Tensor:
-        """See [`LanguageModelRun.draft`]."""
+    def draft(self, token_ids: Tensor, parents: Tensor, **inputs: Tensor) -> Tensor:
+        """See [`LanguageModelRun.draft`]; `inputs` as in `read_inputs`."""
         width = token_ids.shape[0]
         lineage = torch.eye(width, dtype=torch.bool, device=self._device)
         if self._lineage is not None:
             lineage = torch.cat((self._lineage[parents], lineage), dim=1)
         positions = torch.full_like(token_ids, self.length + len(self._widths))
-        logits = self._forward(token_ids, positions, lineage, {})
+        logits = self._forward(positions, lineage, {"input_ids": token_ids[None], **inputs})
         self._lineage, self._positions = lineage, torch.cat((self._positions, positions))
         self._widths.append(width)
         return logits
@@ -156,15 +168,15 @@ class TreeRun:
     def _drop_drafted(self) -> None:
         self._widths, self._lineage, self._positions = [], None, self._positions[:0]
 
-    def _forward(self, token_ids: Tensor, positions: Tensor, visible: Tensor, more: dict[str, Any]) -> Tensor:
+    def _forward(self, positions: Tensor, visible: Tensor, inputs: dict[str, Any]) -> Tensor:
         """
         One forward; its tokens are written behind all that are in the cache.
 
         Args:
-            token_ids, positions (`torch.LongTensor` of shape `(new,)`): the tokens and their positions.
+            positions (`torch.LongTensor` of shape `(new,)`): positions of the tokens.
             visible (`torch.BoolTensor` of shape `(new, slots)`):
                 Which of the last slots a token sees; all before them are visible.
-            more (`dict`): more arguments of the model.
+            inputs (`dict`): the tokens, and more arguments of the model.
 
         Returns:
             The logits after each token, of shape `(new, vocab_size)`.
@@ -173,16 +185,15 @@ class TreeRun:
         self._slots.advance([self.length + drafted - self._slots.longest])
         masks = {kind: self._mask(kind, positions, visible) for kind in self._kinds}
         outputs = self._model(
-            input_ids=token_ids[None],
             attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],
             position_ids=positions[None],
             past_key_values=self._cache,
             use_cache=True,
             return_dict=True,
-            **more,
+            **inputs,
         )
         if not self._layers:
-            self._slots.advance([token_ids.shape[0]])
+            self._slots.advance([positions.shape[0]])
             self._layers = adopt_layers(self._cache, self._slots, None)
         return outputs.logits[0]
 
