@@ -170,7 +170,7 @@ def test_methods(tmp_path, fields, expected):
         ({"speculators_model_type": "dflash2"}, "DFlash 2: .*convolutions"),
         ({"speculators_model_type": "xpress", "architectures": ["XPressSpeculator"]}, "XPress: "),
         ({"architectures": ["DominoDraftModel"], "model_type": "qwen3"}, "Domino: a recurrent projector"),
-        ({"speculators_model_type": "mtp"}, "multi-token prediction: "),
+        ({"speculators_model_type": "mtp"}, "multi-token prediction by a layer"),
     ],
     ids=str,
 )

@@ -67,7 +67,7 @@ _UNREAD = {
     "dflash2": "DFlash 2: its layers have local convolutions, and it selects candidates by pairs",
     "xpress": "XPress: a refiner changes the logits of a block in several steps",
     "domino": "Domino: a recurrent projector corrects the logits of a DFlash block",
-    "mtp": "multi-token prediction: it needs layers of the target's own kind",
+    "mtp": 'multi-token prediction by a layer of the target\'s kind; where the target has its own, the name is "mtp"',
 }
 
 
