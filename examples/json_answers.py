@@ -9,8 +9,8 @@ method such drafts are not accepted.
 
 Hardware: two CPU cores, after `make setup` (the target comes in a wheel, the drafter in hub_cards/).
 Minutes: under one.
-Expected: an object for each city, the same plain and drafted, and the tokens a round with and without the method (of 20
-cities 2.15 and 1.73).
+Expected: an object for each city, the same plain and drafted, and the tokens a round with and without the method (of
+20 cities 2.15 and 1.73).
 """
 
 import json
