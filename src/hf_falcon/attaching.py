@@ -99,6 +99,11 @@ def detach(target: PreTrainedModel) -> None:
         learner.close()
 
 
+def attached_drafter(target: PreTrainedModel) -> Any:
+    """The drafter that is attached to a target, or `None`."""
+    return _attached.get(target)
+
+
 def register_loader(load: Loader) -> None:
     """Adds a loader for drafters that are given by name: `generate(assistant_model="user/drafter")`."""
     _loaders.append(load)
@@ -109,7 +114,7 @@ class AttachedDrafters:
 
     def find(self, target: PreTrainedModel, name: str | os.PathLike[str] | None) -> Any:
         """See [`~hook.DrafterFinder`]."""
-        return _attached.get(target) if name is None else _load(target, name)
+        return attached_drafter(target) if name is None else _load(target, name)
 
     def takes(
         self, target: PreTrainedModel, drafter: Any, settings: dict[str, Any], arguments: dict[str, Any]

@@ -229,7 +229,13 @@ def _processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProce
 def _of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
     if isinstance(processor, generation.PrefixConstrainedLogitsProcessor):
         allowed = allowed_tokens_function(processor)
-        return generation.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), num_beams=1)
+
+        def allowed_of_row(_: int, ids: Tensor) -> list[int]:
+            return allowed(row, ids)
+
+        # See grammar_processors.py.
+        vars(allowed_of_row)["is_stateless"] = getattr(allowed, "is_stateless", False)
+        return generation.PrefixConstrainedLogitsProcessor(allowed_of_row, num_beams=1)
     if isinstance(processor, generation.RepetitionPenaltyLogitsProcessor):
         ignored = processor.prompt_ignore_length
         # Newer versions leave out each row's own padding.

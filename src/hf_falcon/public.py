@@ -4,6 +4,7 @@
 from transformers import AutoConfig, AutoModel
 
 from . import (
+    allowed_tokens,
     attaching,
     batches,
     chains,
@@ -81,6 +82,7 @@ install()
 backend.install()
 falcon_files.install()
 for part in (
+    allowed_tokens,
     attaching,
     batches,
     chains,

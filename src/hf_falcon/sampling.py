@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -318,7 +317,11 @@ def _speculative(
     drafter: Drafter, target: PreTrainedModel, options: DraftOptions, logits_processor: LogitsProcessorList
 ) -> RowsDecoder:
     generator = SamplingCandidateGenerator(drafter, target, options, logits_processor)
-    verify_draws = partial(verify_speculative, head=generator.context)
+
+    def verify_draws(tree: DraftTree, logits: Tensor, sequence: TokenSequence) -> tuple[Tensor, int]:
+        # The head of the round: one that knows the allowed tokens takes the place of the first.
+        return verify_speculative(tree, logits, sequence, generator.context)
+
     return lambda run, batch, drops_rows: decode(run, [generator], batch, drops_rows, verify_draws)
 
 

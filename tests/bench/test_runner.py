@@ -192,11 +192,10 @@ def test_the_gap_is_that_of_plain_decodings_logits(models, tmp_path, monkeypatch
 
 
 def test_methods_that_cannot_run(models):
-    found, absent = methods.resolve(["draft_model", "assisted", "medusa_like", "plain_compiled", "lookahead"], models)
+    found, absent = methods.resolve(["draft_model", "assisted", "medusa_like", "lookahead"], models)
     assert not found
     assert absent["draft_model"] == absent["assisted"] == "no smaller language model is given as `draft_model`"
     assert absent["medusa_like"] == "no drafter is given as `medusa_like`"
-    assert absent["plain_compiled"] == "static cache and torch.compile are measured on CUDA only, and this is cpu"
     assert "`GenerationMixin.greedy_search`" in absent["lookahead"]
     # What that says of transformers is so.
     assert not hasattr(GenerationMixin, "greedy_search")
@@ -271,6 +270,16 @@ def test_compiled_decoding_has_one_cache_for_all_prompts(models, monkeypatch):
     # Not compiled here; the cache is as it is there.
     output = models.target.generate(prompt(9), max_new_tokens=5, **compiled, return_dict_in_generate=True)
     assert output.past_key_values.layers[0].max_cache_len == 40
+
+
+def test_compiled_plain_steps_on_a_cpu(models):
+    """Of our loop, which compiled code needs: every step is one token, and none is drafted."""
+    arguments = methods.resolve(["plain_compiled", "plain_packed_compiled"], models)[0]
+    for each in arguments.values():
+        output = models.target.generate(prompt(9), max_new_tokens=5, **each, return_dict_in_generate=True)
+        assert output.draft_statistics.rounds == 4 and output.draft_statistics.drafted_tokens == 0
+        plain = models.target.generate(prompt(9), max_new_tokens=5)
+        assert output.sequences.tolist() == plain.tolist()
 
 
 def test_longest_context():

@@ -17,7 +17,7 @@ import pytest
 import torch
 import transformers
 from serving import chat_tokenizer, needs_the_extra, running
-from tiny_models import new_target, tiny_drafter
+from tiny_models import new_drafter, new_target, tiny_drafter
 
 import hf_falcon
 from hf_falcon import FalconDraftModel
@@ -193,6 +193,27 @@ def test_wrong_requests(changes, part, stream, address):
     body = {"messages": CHAT, "max_tokens": 4, "stream": stream, **changes}
     status, answer = post(address, "/v1/chat/completions", body)
     assert status == 400 and part in json.loads(answer)["error"]["message"]
+
+
+def test_variables_that_the_drafter_was_not_trained_with(target, monkeypatch):
+    """The first request that has others is warned of; a request as in the training, or of plain text, is not."""
+    warned, drafter = [], new_drafter(target)
+    monkeypatch.setattr(serving.logger, "warning", warned.append)
+    drafter.config.chat_template_kwargs = {"thinks": False}
+    hf_falcon.attach(target, drafter)
+    chat = "/v1/chat/completions", {"messages": CHAT, "max_tokens": 2}
+    with running(serving.TargetServer(target, chat_tokenizer(), NAME)) as address:
+        for path, body, count in (
+            ("/v1/completions", {"prompt": "abc", "max_tokens": 2}, 0),
+            (chat[0], {**chat[1], "chat_template_kwargs": {"thinks": False}}, 0),
+            (chat[0], {**chat[1], "chat_template_kwargs": {"thinks": True}}, 1),
+            (*chat, 1),
+            ("/v1/responses", {"input": "abc", "max_output_tokens": 16}, 1),
+        ):
+            assert post(address, path, body)[0] == 200
+            assert len(warned) == count
+    hf_falcon.detach(target)
+    assert '`chat_template_kwargs` {"thinks": false}, and this call has {"thinks": true}' in warned[0]
 
 
 def test_other_wrong_requests(address, client):

@@ -2,6 +2,7 @@
 """In `row_invariant`, the logits of assisted decoding in 16 bits are those of plain decoding, to the bit."""
 
 import copy
+import shutil
 import threading
 from contextlib import ExitStack
 
@@ -13,10 +14,12 @@ from transformers import AttentionInterface
 
 import hf_falcon
 from hf_falcon.bench.exactness import exactness
+from hf_falcon.cpu import compiling
 from hf_falcon.cpu.backend import CpuBackend
 from hf_falcon.cpu.packed_layouts import has_bfloat16_products
 from hf_falcon.cpu.packing import PackedLinear
 from hf_falcon.cpu.row_invariant import FilledForward, least_rows, row_invariant_sdpa
+from hf_falcon.cpu.uncompiled_sums import leave_sums_uncompiled
 from hf_falcon.private_names import sdpa_attention_forward
 
 NAMES = ["llama", "qwen2", "qwen3-window", "mistral-window", "phi3", "gemma3", "gemma4", "olmo2", "cohere2"]
@@ -112,14 +115,92 @@ def test_packed_weights(packs_first):
     assert not any("forward" in vars(module) for module in (*duplicate.modules(), *target.modules()))
 
 
-def test_compiled_rounds_do_not_run():
-    target, ids = low("llama", **LARGE), prompt(20)
+@pytest.fixture
+def kept_if_slower(monkeypatch):
+    """Tiny models do not gain; compiled sizes are kept all the same."""
+    monkeypatch.setattr(compiling, "_takes_less", lambda *arguments: True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_rounds_that_are_compiled_inside(name, dtype, kept_if_slower):
+    target, ids, sizes = low(name, dtype, **LARGE), prompt(20), (1, 4, 13)
     backend = Backend()
-    with hf_falcon.compiled_rounds(target, (1, 4, 13), compiled_by(backend)):
+    with hf_falcon.row_invariant(target), hf_falcon.compiled_rounds(target, sizes, compiled_by(backend)) as used:
+        assert tuple(used) == sizes
+        # Layers share their code, with the forwards that fill up rows, too.
+        assert backend.compiled <= 2 * len(sizes)
+        plain, ran = generate(target, ids), backend.ran
+        found = generate(target, ids, tiny_drafter(target))
+        assert backend.ran > ran
+    assert not any(differing(plain, found))
+
+
+def test_rounds_that_are_compiled_outside_do_not_run_inside(kept_if_slower):
+    target, ids = low("llama", **LARGE), prompt(20)
+    with hf_falcon.compiled_rounds(target, (1, 4, 13), compiled_by(Backend())):
         with hf_falcon.row_invariant(target):
             plain, found = generate(target, ids), generate(target, ids, tiny_drafter(target))
             assert CpuBackend().for_target(target, False, False).compiled is None
         assert CpuBackend().for_target(target, False, False).compiled is not None
+    assert not any(differing(plain, found))
+
+
+def test_rounds_that_are_compiled_inside_do_not_run_outside(kept_if_slower):
+    target = low("llama", **LARGE)
+    with hf_falcon.row_invariant(target):
+        hf_falcon.compile_rounds(target, (4,), compiled_by(Backend()))
+        assert CpuBackend().for_target(target, False, False).compiled is not None
+    assert CpuBackend().for_target(target, False, False).compiled is None
+    hf_falcon.uncompile_rounds(target)
+
+
+def test_code_that_rounds_differently_does_not_run_inside(kept_if_slower):
+    def other(graph, inputs):
+        def run(*arguments):
+            return tuple(each * 1.01 if torch.is_tensor(each) else each for each in graph.forward(*arguments))
+
+        return run
+
+    target = low("llama", **LARGE)
+    with hf_falcon.compiled_rounds(target, (4,), compiled_by(other)) as used:
+        assert used == [4]
+    with hf_falcon.row_invariant(target), hf_falcon.compiled_rounds(target, (4,), compiled_by(other)) as used:
+        assert used == []
+
+
+def test_sums_of_compiled_code_are_torchs_own():
+    graph = torch.fx.symbolic_trace(Mean()).graph
+    for node in graph.nodes:
+        # As the compiler's graph has it.
+        if node.op == "call_method":
+            node.op, node.target = "call_function", torch.ops.aten.mean.dim
+    leave_sums_uncompiled(graph)
+    assert not any(node.target is torch.ops.aten.mean.dim for node in graph.nodes)
+    states = torch.randn(1, 3, 576)
+    states[..., 7] = 3000
+    assert torch.equal(torch.fx.GraphModule(torch.nn.Module(), graph)(states), Mean()(states))
+
+
+class Mean(torch.nn.Module):
+    def forward(self, states):
+        return states.mean([-1], True)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+@pytest.mark.parametrize("packed", [False, True], ids=["", "packed"])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_the_default_compiler_rounds_as_plain_decoding(name, packed, kept_if_slower):
+    target, ids = low(name, **LARGE), prompt(70)
+    if packed and not has_bfloat16_products():
+        pytest.skip("this processor packs no bfloat16")
+    contexts = [hf_falcon.packed_weights(target)] if packed else []
+    contexts += [hf_falcon.row_invariant(target), hf_falcon.compiled_rounds(target, (1, 8, 16))]
+    with ExitStack() as stack:
+        *_, used = [stack.enter_context(context) for context in contexts]
+        assert used == [1, 8, 16]
+        plain, found = generate(target, ids), generate(target, ids, tiny_drafter(target))
     assert not any(differing(plain, found))
 
 

@@ -162,6 +162,25 @@ def test_methods(tmp_path, fields, expected):
             AutoDrafter.from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("fields", "missing"),
+    [
+        ({"speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"]}, "P-EAGLE: .*`mask_hidden`"),
+        ({"architectures": ["PEagleSpeculator"], "model_type": "llama"}, "P-EAGLE: "),
+        ({"speculators_model_type": "dflash2"}, "DFlash 2: .*convolutions"),
+        ({"speculators_model_type": "xpress", "architectures": ["XPressSpeculator"]}, "XPress: "),
+        ({"architectures": ["DominoDraftModel"], "model_type": "qwen3"}, "Domino: a recurrent projector"),
+        ({"speculators_model_type": "mtp"}, "multi-token prediction by a layer"),
+    ],
+    ids=str,
+)
+def test_methods_that_are_refused_by_name(tmp_path, fields, missing):
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert not is_drafter(fields)
+    with pytest.raises(ValueError, match=f"no drafter of a known method: .*not read, {missing}.* another method"):
+        AutoDrafter.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("text", ["5", '"x"', "[]", "{", "", "null"])
 def test_configurations_that_are_no_objects(tmp_path, text):
     (tmp_path / "config.json").write_text(text)

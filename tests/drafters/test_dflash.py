@@ -18,7 +18,7 @@ from quick import one_in, quick
 from safetensors.torch import load_file, save_file
 from tiny_models import SAME_EVERY_ROUND, VOCAB, new_target, prompt, random_tokens, tiny_target
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedModel
 from utilities import close, edit
 
 from hf_falcon import AutoDrafter, DraftOptions, FalconCandidateGenerator
@@ -118,6 +118,34 @@ def check_equal(target, ids, drafter, **settings):
     assert output.sequences.tolist() == expected.sequences.tolist()
     assert output.draft_statistics.drafted_tokens > 0
     return output.draft_statistics
+
+
+class Followers(LogitsProcessor):
+    """Allows three tokens behind each token, and says so to the drafter."""
+
+    def allowed_tokens(self, prefix_ids):
+        return [(5 * int(prefix_ids[-1]) + offset) % VOCAB for offset in (1, 2, 9)]
+
+    def __call__(self, input_ids, scores):
+        mask = torch.full_like(scores, -torch.inf)
+        tokens = Followers.allowed_tokens(self, input_ids[0])
+        mask[:, tokens] = scores[:, tokens]
+        return mask
+
+
+class SilentFollowers(Followers):
+    allowed_tokens = None
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("kind", ["dflash", "own head", "dspark", "gated"])
+def test_a_block_has_allowed_tokens(kind, setting):
+    target = tiny_target("llama")
+    drafter, accepted = new_dflash(target, **KINDS[kind]), []
+    for processor in (Followers(), SilentFollowers()):
+        options = {**SETTINGS[setting], "logits_processor": [processor], "max_new_tokens": 40}
+        accepted.append(check_equal(target, prompt(9), drafter, **options).accepted_tokens)
+    assert accepted[0] > accepted[1]
 
 
 # Parity.

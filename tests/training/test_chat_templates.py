@@ -62,22 +62,36 @@ MARKED = (
 )
 
 
-def test_the_assistant_s_tokens_are_those_of_the_template(samples):
+@pytest.mark.parametrize(
+    ("record", "answers"),
+    [
+        (FORMS["sharegpt"], ["Blue.", "Green."]),
+        (FORMS["prompt and completion of messages"], ["Blue."]),
+        (
+            {"messages": [{"role": role, "content": f"{role}."} for role in ("user", "assistant") * 3]},
+            ["assistant."] * 3,
+        ),
+    ],
+)
+def test_the_assistant_s_tokens_are_those_of_trl(samples, record, answers):
     """
-    As transformers marks them by `return_assistant_tokens_mask`, which is what `assistant_only_loss` of trl's
-    SFTTrainer asks for: all answers of a dialogue together.
+    `assistant_only_loss` of trl's SFTTrainer (1.16) asks transformers for `return_assistant_tokens_mask`, and learns
+    the tokens whose mask is 1: all answers of a dialogue together.
     """
-    messages = read_record(FORMS["sharegpt"], "").messages
+    messages = read_record(record, "").messages
     tokenizer = character_tokenizer(MARKED)
     whole = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
-    _, file = samples([FORMS["sharegpt"]], MARKED)
-    mask = [0] * len(whole["input_ids"])
+    labels = [token if mask else -100 for token, mask in zip(whole["input_ids"], whole["assistant_masks"])]
+    _, file = samples([record], MARKED)
+    found = [-100] * len(labels)
     for index in range(len(file)):
         ids, length = file.sample(index)
         assert ids.tolist() == whole["input_ids"][: len(ids)]
-        mask[length : len(ids)] = [1] * (len(ids) - length)
-    assert sum(mask) == len("Blue.Green.") + 2
-    assert mask == whole["assistant_masks"]
+        found[length : len(ids)] = ids[length:].tolist()
+    assert found == labels
+    # Each answer, and the marker behind it.
+    learnt = tokenizer.convert_ids_to_tokens([token for token in labels if token != -100])
+    assert "".join(learnt) == "".join(f"{answer}<|im_end|>" for answer in answers)
 
 
 def test_marks_decide_where_the_prompt_is_not_the_beginning():

@@ -177,11 +177,61 @@ def test_a_long_line_is_left_out(tmp_path):
         assert found == [1, 3, 4] and skipped == {"too many characters": [2]}
 
 
-def test_a_malformed_array_ends(tmp_path):
-    """Its next record is not known; a record of no known form is left out."""
-    assert read(tmp_path / "data.json", f'[{GOOD}, {{"body": 1}}, {GOOD}]') == ([1, 3], {"no known form": [2]})
-    with pytest.raises(ValueError, match="data.json, record 2 is not JSON"):
-        read(tmp_path / "data.json", f'[{GOOD}, {{"text"}}, {GOOD}, {GOOD}]')
+@pytest.mark.parametrize("read_bytes", [5, 1 << 20])
+@pytest.mark.parametrize("layout", [", ", ",\n", "\n  ,  "])
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ('{"body": 1}', "no known form"),
+        ('{"text"}', "text that is not JSON"),
+        ("nonsense, nonsense", "text that is not JSON"),
+        ('{"text": "cut o', "text that is not JSON"),
+        ('{"text": "a"', "text that is not JSON"),
+        ('{"messages": [{"role": "user", "content": "a"}, {"role": "x", "content": "b"}', "text that is not JSON"),
+        ('{"messages": [{"role": "user" "content": "a"}, {"role": "x", "content": "b"}]}', "text that is not JSON"),
+        ('{"messages": [{"role": "user", "content": [}]}, {"role": "x", "content": ["]", "}"]}]}',)
+        + ("text that is not JSON",),
+        ('{"a":' * 40 + "1" + "}" * 40, "too many levels or digits"),
+        (b'{"text": "\xe9"}', "bytes that are not UTF-8"),
+    ],
+    ids=repr,
+)
+def test_a_malformed_record_of_an_array_costs_no_other(tmp_path, monkeypatch, record, reason, layout, read_bytes):
+    monkeypatch.setattr("hf_falcon.training.dialogues._READ_BYTES", read_bytes)
+    record = record if isinstance(record, bytes) else record.encode()
+    # Records of a data set begin with any field.
+    other = b'{"id": 3, "prompt": "[a, b], {}"}'
+    array = b"[" + layout.encode().join([other, record, other, GOOD.encode(), record, other]) + b" ]\n"
+    found, skipped = read(tmp_path / "data.json", array)
+    assert found == [1, 3, 4, 6] and skipped == {reason: [2, 5]}
+    with pytest.raises(RecordError, match="data.json, record 2"):
+        list(read_dialogues(tmp_path / "data.json"))
+
+
+def test_the_first_or_the_last_record_of_an_array_is_malformed(tmp_path, caplog):
+    path, good = tmp_path / "data.json", '{"id": 1, "text": "a"}'
+    # The first begins as the others do, though none was read.
+    found, skipped = read(path, f'[{{"id": 0, "text": }},\n{good},\n{good},\n\n  {{"id": 2,, "text": "b"}}\n]\n')
+    assert found == [2, 3] and skipped == {"text that is not JSON": [1, 4]}
+    assert "no record begins behind record 4 (line 5, column 3), which is malformed: the last 26 char" in caplog.text
+    assert "the 3 records before it are read" in caplog.text
+
+
+def test_an_array_in_which_no_further_record_begins(tmp_path):
+    """Not all of it is searched."""
+    path = tmp_path / "data.json"
+    with pytest.raises(
+        ValueError, match=r"record 2 \(line 2, column 1\) is malformed, and no .*: 1 records were read"
+    ):
+        read(path, f"[{GOOD},\nnonsense\n" + '{"other": 1},\n' * 1_000_000 + "]")
+
+
+def test_nested_values_that_begin_like_records(tmp_path):
+    """They count as odd records, and the records behind them are read."""
+    call = '{"id": 5, "calls": [{"id": 1}, {"id": 2}, {"id": 3}]}'
+    good = '{"id": 1, "text": "a"}'
+    found, skipped = read(tmp_path / "data.json", f"[{good}, {call.replace('5', '')}, {good}, {good}]")
+    assert len(found) == 3 and skipped["text that is not JSON"] == [2]
 
 
 def test_too_many_end_the_reading(tmp_path):
@@ -210,9 +260,9 @@ ODD = [
 ]
 
 
-@pytest.fixture
-def mixed(tmp_path):
-    """10,000 records in seven forms, 200 of which cannot be read."""
+@pytest.fixture(params=["jsonl", "json"])
+def mixed(request, tmp_path):
+    """10,000 records in seven forms, 200 of which cannot be read; as lines and as an array."""
     draw = random.Random(0)
 
     def good(number):
@@ -230,8 +280,11 @@ def mixed(tmp_path):
         )
 
     records = [ODD[number // 50 % 5] if number % 50 == 49 else good(number) for number in range(10_000)]
-    path = tmp_path / "mixed.jsonl"
-    path.write_text("\n".join(each if isinstance(each, str) else json.dumps(each) for each in records))
+    path, texts = (
+        tmp_path / f"mixed.{request.param}",
+        [each if type(each) is str else json.dumps(each) for each in records],
+    )
+    path.write_text("\n".join(texts) if request.param == "jsonl" else f"[{', '.join(texts)}]")
     return path
 
 

@@ -28,6 +28,7 @@ METHOD_NAMES = (
     "falcon_speculative",
     "falcon_multi_root",
     "plain_packed",
+    "plain_packed_compiled",
     "falcon_packed",
     "falcon_compiled",
     "falcon_packed_compiled",

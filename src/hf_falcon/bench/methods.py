@@ -59,19 +59,25 @@ class NotAvailable(ValueError):
 
 
 def _plain_compiled(models: Models) -> dict[str, Any]:
-    device = models.target.device.type
-    if device != "cuda":
-        # There transformers compiles by itself; on a CPU torch.compile needs a C++ compiler that may not be there.
-        raise NotAvailable(f"static cache and torch.compile are measured on CUDA only, and this is {device}")
-    # One length for all prompts: a longer cache would be compiled again, inside a timed run.
+    if models.target.device.type != "cuda":
+        return _without_drafts(models)
+    # There transformers compiles by itself. One length for all prompts: a longer cache would be compiled again, inside
+    # a timed run.
     return {"cache_implementation": "static", "max_cache_len": models.longest_context}
 
 
-def _compiled(models: Models) -> dict[str, Any]:
+def _without_drafts(models: Models) -> dict[str, Any]:
+    """Our loop with plain steps alone, so that these run compiled."""
+    drafter = LookupDrafter()
+    drafter.generation_config.prompt_lookup_num_tokens = 0
+    return _compiled(models, drafter)
+
+
+def _compiled(models: Models, drafter: DraftModel | None = None) -> dict[str, Any]:
     device = models.target.device.type
     if device not in ("cpu", "cuda"):
         raise NotAvailable(f"rounds are compiled for CPUs and CUDA, and this is {device}")
-    return _drafter(models)
+    return _drafter(models) if drafter is None else {"assistant_model": drafter}
 
 
 def _lookahead(models: Models) -> dict[str, Any]:
@@ -179,13 +185,14 @@ METHODS: dict[str, Callable[[Models], dict[str, Any]]] = {
     "falcon_speculative": partial(_fixed_tree, draft_tree="static", verification="speculative"),
     "falcon_multi_root": partial(_fixed_tree, verification="multi_root"),
     "plain_packed": lambda models: {},
+    "plain_packed_compiled": _without_drafts,
     "falcon_packed": _drafter,
     "falcon_compiled": _compiled,
     "falcon_packed_compiled": _compiled,
 }
 # Methods with packed weights, and methods with compiled rounds.
-PACKED = ("plain_packed", "falcon_packed", "falcon_packed_compiled")
-COMPILED = ("falcon_compiled", "falcon_packed_compiled")
+PACKED = ("plain_packed", "plain_packed_compiled", "falcon_packed", "falcon_packed_compiled")
+COMPILED = ("plain_compiled", "plain_packed_compiled", "falcon_compiled", "falcon_packed_compiled")
 # Methods whose samples differ from plain decoding's under the same seed.
 OTHER_SAMPLES = (
     "prompt_lookup",

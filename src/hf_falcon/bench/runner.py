@@ -128,7 +128,8 @@ class Benchmark:
             drafter = self._methods[method].get("assistant_model")
             if method in PACKED:
                 stack.enter_context(packed_weights(self._target, *([drafter] if drafter is not None else [])))
-            if method in COMPILED:
+            # On CUDA transformers compiles plain decoding by itself.
+            if method in COMPILED and drafter is not None:
                 stack.enter_context(compiled_rounds(self._target, drafter=drafter))
             yield
 

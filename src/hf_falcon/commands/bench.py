@@ -21,7 +21,7 @@ from ..bench.decision import DecisionModel
 from ..bench.medusa import MedusaLikeModel
 from ..bench.memory import drafter_bytes, weight_bytes
 from ..bench.method_names import FALCON
-from ..bench.methods import COMPILED, INSTANT, OTHER_SAMPLES, Models, resolve
+from ..bench.methods import INSTANT, OTHER_SAMPLES, Models, resolve
 from ..bench.metrics import PLAIN, summarise
 from ..bench.operations import RoundOperations
 from ..bench.prompts import read_turns
@@ -69,9 +69,6 @@ def main(argv: list[str]) -> int:
     note_other_variables(models.drafters.get(FALCON), variables)
     models.longest_context = longest_context(tokenizer, data, arguments.max_new_tokens, variables)
     methods, absent = resolve(arguments.method_names, models)
-    if arguments.row_invariant:
-        absent |= {name: "compiled rounds do not run inside `row_invariant`" for name in COMPILED if name in methods}
-        methods = {name: each for name, each in methods.items() if name not in COMPILED}
     for name, why in absent.items():
         print(f"`{name}` is left out: {why}.")
 

@@ -15,6 +15,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import wait
 from importlib.util import find_spec
 from operator import attrgetter
@@ -25,6 +26,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
+from ..attaching import attached_drafter
+from ..training.chat_templates import other_variables
 from .generate_arguments import check_sampling
 from .printable import printable
 from .request_limits import CONNECTIONS, RequestLimits, check_request, limit_answer, protocol
@@ -72,8 +75,9 @@ class TargetServer:
         manager = _model_manager(target, tokenizer, name)
         self._thread = _generate_manager()
         state = _generation_state(self._thread)
+        compare_variables = _variables_comparer(target, tokenizer)
         handlers = {
-            argument: _handler(serving_name(*where), target, tokenizer)(manager, state)
+            argument: _handler(serving_name(*where), target, tokenizer, compare_variables)(manager, state)
             for argument, where in _HANDLERS.items()
         }
         self.app = _build_app(manager, state, handlers)
@@ -224,13 +228,19 @@ def _generation_state(manager: Any) -> Any:
     return State(continuous_batching=False)
 
 
-def _handler(kind: Any, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Any:
+def _handler(
+    kind: Any,
+    target: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    compare_variables: Callable[[dict[str, Any]], None],
+) -> Any:
     """The class of an endpoint's handler, which prepares requests as the other commands do."""
 
     class Handler(kind):
         # If a release renames it, `/v1/responses` streams unless a request says otherwise.
         async def handle_request(self, body: dict[str, Any], *args: Any) -> Any:
             check_request(body, target, tokenizer)
+            compare_variables(body)
             return await super().handle_request({"stream": False, **body}, *args)
 
         # Private in transformers. If a release renames it, a temperature has an effect only if the target's own
@@ -249,6 +259,27 @@ def _handler(kind: Any, target: PreTrainedModel, tokenizer: PreTrainedTokenizerB
             return config
 
     return Handler
+
+
+def _variables_comparer(
+    target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> Callable[[dict[str, Any]], None]:
+    """
+    Warns of the first request that has other variables of the chat template than the attached drafter's training had.
+    """
+    warned = False
+
+    def compare(body: dict[str, Any]) -> None:
+        nonlocal warned
+        # Completions are plain texts.
+        if warned or tokenizer.chat_template is None or "prompt" in body:
+            return
+        trained = getattr(getattr(attached_drafter(target), "config", None), "chat_template_kwargs", None)
+        if text := other_variables(trained, body.get("chat_template_kwargs") or {}):
+            warned = True
+            logger.warning(printable(f"A request differs from the training: {text}.")[:_LONGEST_ERROR])
+
+    return compare
 
 
 def _http_error() -> Any:

@@ -23,14 +23,7 @@ from .draft_options import DraftOptions
 from .interfaces import DraftedBlocks, Drafter, DraftHead, drafter_acceleration, needed_part, part
 from .policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, PlainPolicy, RoundOutcome, RoundTime
 from .target_parts import FeatureTap
-from .tree import (
-    Branches,
-    DraftTree,
-    DynamicRound,
-    DynamicTree,
-    collect,
-    to_device,
-)
+from .tree import Branches, DraftTree, DynamicRound, DynamicTree, collect, to_device
 
 # Tokens of a sequence that repetitions are looked for in, and tokens that a draft vocabulary is extended by, at most.
 _CONTEXT_TOKENS, _EXTRA_TOKENS = 4096, 1024
@@ -243,7 +236,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._prompt_embeds: Tensor | None = None
         self._padding = 0
         # What looks up how the sequence goes on, and the tokens of the sequence that it knows.
-        self._lookup, self._known_tokens = None, 0
+        self.lookup, self._known_tokens = None, 0
         # The round that runs, and what was looked up for it.
         self._found: Any = None
         self._decision = DraftDecision()
@@ -286,7 +279,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._prompt_embeds = prompt_embeds
         if self.options.draft_tree == "dynamic" and self.options.prompt_lookup_num_tokens > 0:
             make = part("lookup")
-            self._lookup = None if make is None else make(self.drafter, self.target)
+            self.lookup = None if make is None else make(self.drafter, self.target)
 
     def propose(self, input_ids: Tensor, max_depth: int) -> DraftTree:
         """
@@ -476,12 +469,12 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._latest = self.context.latest()
 
     def _look_up(self, input_ids: Tensor, max_depth: int) -> Any:
-        if self._lookup is None:
+        if self.lookup is None:
             return None
         new = self._known(input_ids[0, self._padding + self._known_tokens :]).tolist()
         self._known_tokens += len(new)
-        self._lookup.extend(new)
-        return self._lookup.find(self.options.prompt_lookup_num_tokens, max_depth)
+        self.lookup.extend(new)
+        return self.lookup.find(self.options.prompt_lookup_num_tokens, max_depth)
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """Token ids within the vocabulary: the placeholders of an image may have others."""

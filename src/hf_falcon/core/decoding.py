@@ -211,6 +211,8 @@ def decode(
                     if run.observer is not None:
                         run.observer.start(row.sequence, prompts[row.place])
                     row.generator.start(*prompts[row.place], policy, row.sequence.is_late, run.prompt_embeds)
+                    if (constrain := part("constrain")) is not None:
+                        constrain(row.generator, row.sequence)
             # Nothing else keeps the prompt's features: a row drops them once it drafts.
             prompts, drafting = [], len(unfinished)
         with statistics.measure("drafter", generators[0].drafter.device):

@@ -352,8 +352,9 @@ def register_part(name: str, part: Any) -> None:
             measured for a target. "verdicts": remembers targets that take trees. "lookup": called with `(drafter,
             target)`, it returns what looks up how a sequence goes on (`TextLookup`). "speculative" and "multi_root",
             values of the option `verification`: called with `(drafter, target, options, logits_processor)`, they
-            return a `RowsDecoder`. "learning": gives for a drafter and a target the observer of a call, a
-            [`CallRecorder`], or a context manager of `None`.
+            return a `RowsDecoder`. "constrain": called with `(generator, sequence)` of a row, it tells the drafter
+            which tokens the call's processors allow. "learning": gives for a drafter and a target the observer of a
+            call, a [`CallRecorder`], or a context manager of `None`.
         part: the part.
     """
     _parts[name] = part

@@ -74,10 +74,10 @@ class TokenSequence:
         self.logits: tuple[Tensor, ...] | None = () if returns_dict and generation_config.output_logits else None
         # Only a call that returns statistics pays for them.
         self.near_ties = NearTies() if returns_dict else None
-        self._processors = logits_processor
+        self.processors = logits_processor
         # Most calls ask for EOS at every token, and the token is on the host.
         eos = [each for each in stopping_criteria if type(each) is generation.EosTokenCriteria]
-        self._eos = {token for each in eos for token in each.eos_token_id.tolist()}
+        self.eos_token_ids = {token for each in eos for token in each.eos_token_id.tolist()}
         self._criteria = [each for each in stopping_criteria if each not in eos]
         self._time_limits = [each for each in self._criteria if type(each) is generation.MaxTimeCriteria]
         self._do_sample = generation_config.do_sample
@@ -115,7 +115,7 @@ class TokenSequence:
     @property
     def is_argmax(self) -> bool:
         """Whether a token is the argmax of the target's logits, whatever came before it."""
-        return not self._do_sample and not self._processors and self.scores is None and self.logits is None
+        return not self._do_sample and not self.processors and self.scores is None and self.logits is None
 
     def choose(self, logits: Tensor) -> Tensor:
         """
@@ -137,7 +137,7 @@ class TokenSequence:
     def process(self, logits: Tensor) -> Tensor:
         """The scores that the next token is chosen by, in float32, of the shape of `logits`; see `choose`."""
         raw = logits.to(device=self._input_ids.device, dtype=torch.float32, copy=True)
-        scores = self._processors(self.input_ids, raw)
+        scores = self.processors(self.input_ids, raw)
         if self.scores is not None:
             self.scores += (scores,)
         if self.logits is not None:
@@ -162,7 +162,7 @@ class TokenSequence:
         self.token_ids = torch.cat((self.token_ids, torch.tensor([[token]], device="cpu")), dim=1)
         if self.streamer is not None:
             self.streamer.put(self.token_ids[0, -1:])
-        self.finished = token in self._eos
+        self.finished = token in self.eos_token_ids
         for criterion in self._criteria:
             ids = self.token_ids if type(criterion) in _HOST_CRITERIA else self.input_ids
             answer = criterion(ids, self.scores)

@@ -9,7 +9,8 @@ forwards and the drafter's passes by `torch.compile`), with `lent_weights.py`, `
 bytes) and `joined_weights.py` (packed weights side by side) for compiled code; `huge_pages.py` (their memory).
 
 Also on request, for exactness and not for speed, and on other devices, too: `row_invariant.py` (`row_invariant`:
-forwards whose rows do not depend on their number, so that texts in 16 bits are plain decoding's).
+forwards whose rows do not depend on their number, so that texts in 16 bits are plain decoding's), with
+`uncompiled_sums.py` for compiled code.
 
 By itself, during rounds: `skinny_gemm.py` (products of a few rows) and `grouped_attention.py`
 (attention without copies of keys and values, for targets with grouped-query attention).

@@ -120,8 +120,8 @@ class CpuBackend:
     """The accelerations of a call. On devices other than a CPU only code of [`compile_rounds`] runs differently."""
 
     def for_target(self, target: PreTrainedModel, is_batch: bool, reads_layers: bool) -> CpuTarget:
-        # A compiled decoder does not give the outputs of single layers, and its rows depend on their number.
-        is_plain = is_batch or reads_layers or is_row_invariant(target)
+        # A compiled decoder does not give the outputs of single layers.
+        is_plain = is_batch or reads_layers
         return CpuTarget(target, None if is_plain else compiled_rounds_of(target))
 
     def for_drafter(self, drafter: Drafter, target: PreTrainedModel) -> DrafterAcceleration:

@@ -22,16 +22,18 @@ class CompiledCode:
     Args:
         function (`Callable`): the function to compile.
         compile_config ([`CompileConfig`]): backend, mode and options for `torch.compile`.
+        is_row_invariant (`bool`, *optional*, defaults to `False`):
+            Whether it is for a target inside [`row_invariant`]: it then rounds as uncompiled code does.
     """
 
-    def __init__(self, function: Callable[..., Any], compile_config: CompileConfig):
+    def __init__(self, function: Callable[..., Any], compile_config: CompileConfig, is_row_invariant: bool = False):
         config = compile_config.to_dict() | {"fullgraph": True, "dynamic": False}
         mode, options = config.pop("mode"), dict(config.pop("options") or {})
         if config["backend"] == "inductor":
             if mode not in (None, "default"):
                 # torch accepts a mode or options, not both: these are the options of the mode.
                 options = torch._inductor.list_mode_options(mode) | options
-            options = _options() | options
+            options = _options(is_row_invariant) | options
         # Other models add entries to global tables of transformers. That must not invalidate compiled code.
         options["guard_filter_fn"] = torch.compiler.skip_guard_on_globals_unsafe
         self._run = torch.compile(_with_its_own_code(function), **config, options=options)
@@ -89,13 +91,16 @@ def _with_its_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     return compiled_function
 
 
-def _options() -> dict[str, Any]:
+def _options(is_row_invariant: bool) -> dict[str, Any]:
     """
-    Options for the loops of compact weights: fused multiply-add, and at most as many sums a loop as registers. And for
-    joined weights a pass over the graph.
+    Options for the loops of compact weights: fused multiply-add, and at most as many sums a loop as registers. For
+    joined weights a pass over the graph. And inside [`row_invariant`] each operation rounds as it does uncompiled.
     """
     flag = "cpp.enable_floating_point_contract_flag"
+    known = torch._inductor.config.get_config_copy()
     # In earlier versions of torch the flag is a `bool`.
-    is_named = isinstance(torch._inductor.config.get_config_copy()[flag], str)
-    options: dict[str, Any] = {flag: "fast" if is_named else True, "max_fusion_size": 16}
-    return options | {"post_grad_custom_pre_pass": one_product_each()}
+    options: dict[str, Any] = {flag: "fast" if isinstance(known[flag], str) else True, "max_fusion_size": 16}
+    # Earlier versions of torch do not have it: what is compiled then rounds differently, and does not run inside.
+    if is_row_invariant and "emulate_precision_casts" in known:
+        options["emulate_precision_casts"] = True
+    return options | {"post_grad_custom_pre_pass": one_product_each(is_row_invariant)}

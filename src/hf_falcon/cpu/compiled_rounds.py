@@ -27,6 +27,7 @@ from .compiled_passes import CompiledPasses
 from .grouped_attention import form_ahead
 from .lent_weights import LentWeights
 from .packed_layouts import has_bfloat16_products
+from .row_invariant import FilledForward, is_row_invariant
 
 # The largest number of parameters of decoder layers that are compiled together. A forward of a larger decoder takes so
 # long that the calls of its layers hardly matter.
@@ -137,6 +138,7 @@ class CompiledRounds:
         self.sizes: list[int] = []
         # Whether compiled code is faster, for each size that was tried.
         self.is_faster: dict[int, bool] = {}
+        self.is_row_invariant = is_row_invariant(target)
         self._decoder = decoder = decoder_of(target)
         self._plain = decoder.forward
         self._head = target.get_output_embeddings()
@@ -201,8 +203,9 @@ class CompiledRounds:
     @contextmanager
     def compiling(self, size: int) -> Iterator[None]:
         """Inside, a forward of `size` tokens is compiled. Outside, no forward is."""
-        self._compiled[size] = CompiledCode(_plain_layer if self._layers else self._plain, self._config)
-        self._compiled_heads[size] = CompiledCode(self._plain_head, self._config)
+        function = _plain_layer if self._layers else self._plain
+        self._compiled[size] = CompiledCode(function, self._config, self.is_row_invariant)
+        self._compiled_heads[size] = CompiledCode(self._plain_head, self._config, self.is_row_invariant)
         # Each layer may be of another kind.
         limit = max(len(self._layers), torch._dynamo.config.recompile_limit)
         with (
@@ -293,10 +296,13 @@ class CompiledRounds:
         if self._head in self._weights:
             own = own and vars(self._head).get("forward", self._forward_of_head) is self._forward_of_head
         inner = itertools.chain.from_iterable(part.modules() for part in self._decoder.children())
+        # Compiled code has the forwards of `row_invariant`, if it is for targets inside.
+        known = (type(None), FilledForward) if self.is_row_invariant else (type(None),)
         return (
             own
             and not any(
-                ("forward" in vars(module) and module not in self._forwards) or any(map(_acts, _hooks(module)))
+                (module not in self._forwards and not isinstance(vars(module).get("forward"), known))
+                or any(map(_acts, _hooks(module)))
                 for module in inner
             )
             and self._weights.are_current
@@ -356,7 +362,9 @@ compiled: weakref.WeakKeyDictionary[PreTrainedModel, CompiledRounds] = weakref.W
 def compiled_rounds_of(model: PreTrainedModel) -> CompiledRounds | None:
     """The compiled rounds of a target, or `None` if it has none or they would compute other values."""
     rounds = compiled.get(model)
-    return rounds if rounds is not None and rounds.are_exact else None
+    if rounds is None or rounds.is_row_invariant != is_row_invariant(model):
+        return None
+    return rounds if rounds.are_exact else None
 
 
 def compiled_passes_of(drafter: Any, target: PreTrainedModel) -> CompiledPasses | None:

@@ -28,6 +28,7 @@ from .compiled_code import captures_graphs
 from .compiled_passes import CompilableDrafter, CompiledHead, CompiledPasses
 from .compiled_rounds import CompiledRounds, compiled
 from .packing import is_packed
+from .row_invariant import is_row_invariant
 from .skinny_gemm import linears_of, skinny_gemm
 
 logger = logging.get_logger(__name__)
@@ -38,6 +39,8 @@ _LARGEST = 4096
 # Tokens of context: sizes are compiled at the first length, and compared with uncompiled forwards at both.
 _CONTEXTS = (40, 90)
 _TURNS = 5
+# Texts that compiled rounds have to give the same bits for, inside `row_invariant`.
+_TEXTS = 8
 # The greatest difference of logits, relative to the greatest logit, that rounding explains.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
 # All compiled rounds of each target, by packing, dtype, device and configuration.
@@ -96,7 +99,7 @@ def compile_rounds(
     graphs = captures_graphs(target.device)
     config = compile_config or CompileConfig(mode="reduce-overhead" if graphs else "default")
     # A caller that packs weights and compiles around every call compiles in the first call only.
-    state = is_packed(target), target.dtype, target.device, repr(config)
+    state = is_packed(target), is_row_invariant(target), target.dtype, target.device, repr(config)
     made = _made.setdefault(target, {})
     if state not in made:
         made[state] = CompiledRounds(target, config)
@@ -224,17 +227,31 @@ def _is_faster(rounds: CompiledRounds, runs: list[TargetRun], size: int) -> bool
         _logits(runs[0], size, rounds)
     for run in runs:
         _check_values(subject, _logits(run, size, rounds), _logits(run, size, None))
+    if rounds.is_row_invariant and not _are_equal(rounds, runs, size):
+        logger.warning_once(f"Compiled {subject} do not run inside `row_invariant`: they round differently here.")
+        return False
     return _takes_less(
         lambda: _logits(runs[-1], size, rounds), lambda: _logits(runs[-1], size, None), runs[-1].model.device
     )
 
 
-def _logits(run: TargetRun, size: int, rounds: CompiledRounds | None) -> Tensor:
-    """The logits of a tree of `size` tokens, compiled or not."""
+def _are_equal(rounds: CompiledRounds, runs: list[TargetRun], size: int) -> bool:
+    """Whether compiled and uncompiled forwards give the same bits, for several texts."""
+    return all(
+        torch.equal(_logits(run, size, rounds, text), _logits(run, size, None, text))
+        for run in runs
+        for text in range(_TEXTS)
+    )
+
+
+def _logits(run: TargetRun, size: int, rounds: CompiledRounds | None, text: int = 0) -> Tensor:
+    """The logits of a tree of `size` tokens, compiled or not; `text` is the number of some text."""
     run.acceleration = CpuTarget(run.model, rounds)
     # Nothing is accepted, so the next forward has the same context.
-    text = torch.zeros(1, run.length + 1, dtype=torch.long)
-    logits, _ = run.score([chain(torch.zeros(size, dtype=torch.long))], [text])
+    before = torch.zeros(1, run.length + 1, dtype=torch.long)
+    vocab_size = run.model.config.get_text_config(decoder=True).vocab_size
+    tokens = (torch.arange(size) + 1) * 7919 * text % vocab_size
+    logits, _ = run.score([chain(tokens)], [before])
     return logits
 
 

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from . import uncompiled_sums
 from .compact_weights import WeightMark
 from .packed_layouts import OneDnnLayout, product_operator
 from .packing import PackedLinear
+from .uncompiled_sums import leave_sums_uncompiled
 
 # Layers with the same input, by transformers' names.
 _SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -70,8 +72,11 @@ def _can_be_joined(linears: list[PackedLinear]) -> bool:
     )
 
 
-def one_product_each() -> Any:
-    """A pass for `torch.compile`: compiled code computes each product once that its graph has several times."""
+def one_product_each(is_row_invariant: bool = False) -> Any:
+    """
+    A pass for `torch.compile`: compiled code computes each product once that its graph has several times. For a target
+    inside [`row_invariant`] it leaves sums uncompiled, too.
+    """
     # Loading torch's compiler takes long, and only `compile_rounds` needs it.
     from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
@@ -84,9 +89,11 @@ def one_product_each() -> Any:
                     if first is not node:
                         node.replace_all_uses_with(first)
                         graph.erase_node(node)
+            if is_row_invariant:
+                leave_sums_uncompiled(graph)
 
         def uuid(self) -> object:
             # The key of this pass in the compiler's cache on disk.
-            return get_hash_for_files((__file__,))
+            return get_hash_for_files((__file__, uncompiled_sums.__file__), str(is_row_invariant))
 
     return OneProductEach()

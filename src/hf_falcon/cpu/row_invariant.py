@@ -39,6 +39,8 @@ _SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 24, 32, 48, 64)
 _MOST_OUTPUTS = 512
 # An attribute of masks: their forms in float64 for groups of heads, by the size of the group.
 _FORMS = "_hf_falcon_wide"
+# Keys and values in float64, by thread: new memory of that size for every layer would take longer than attention.
+_wide: dict[tuple[int, str], Tensor] = {}
 _lock = threading.Lock()
 # How many contexts each target is in.
 _users: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
@@ -86,7 +88,8 @@ def row_invariant(target: PreTrainedModel) -> Iterator[None]:
     ```
 
     Both run with other kernels than outside, so the tokens of plain decoding inside and outside may differ at
-    near-ties. All threads that use the target take part. In float32 nothing changes. Compiled rounds do not run.
+    near-ties. All threads that use the target take part. In float32 nothing changes. Rounds that were compiled inside
+    run inside, and those that were compiled outside run outside.
     `hf-falcon doctor --exactness` shows what differs, by module.
 
     On devices other than a CPU every product of up to 64 rows has one shape: a round may have 64 tokens of all rows
@@ -183,27 +186,47 @@ def row_invariant_sdpa(
     is_step = rows == 1 or (rows <= _MOST_ROWS and rows < key.shape[2] and attention_mask is not None)
     beyond = dropout > 0.0 or any(kwargs.get(name) is not None for name in OTHER_ARGUMENTS)
     shares_mask = attention_mask is None or attention_mask.shape[1] == 1
-    if not is_step or beyond or not shares_mask or module not in _modules:
+    # Code is compiled for one target, inside or outside.
+    is_inside = torch.compiler.is_compiling() or module in _modules
+    if not is_step or beyond or not shares_mask or not is_inside:
         return grouped_sdpa(module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs)
     group = heads // key.shape[1]
     queries = query.double().reshape(batch, -1, group * rows, query.shape[-1])
     mask = None if attention_mask is None else _form(attention_mask, group)
-    mixed = F.scaled_dot_product_attention(queries, key.double(), value.double(), attn_mask=mask, scale=scaling)
+    keys, values = _in_float64(key, "keys"), _in_float64(value, "values")
+    mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
     mixed = mixed.reshape(batch, heads, rows, -1).transpose(1, 2)
     return mixed.to(query.dtype, memory_format=torch.contiguous_format), None
 
 
+def _in_float64(states: Tensor, name: str) -> Tensor:
+    """Keys or values in float64, valid until the thread asks for these of another layer."""
+    if states.device.type != "cpu" or torch.compiler.is_compiling():
+        return states.double()
+    key, size = (threading.get_ident(), name), states.numel()
+    buffer = _wide.get(key)
+    if buffer is None or buffer.numel() < size:
+        # Room for the tokens to come.
+        _wide[key] = buffer = torch.empty(2 * size, dtype=torch.float64)
+    return buffer[:size].view(states.shape).copy_(states)
+
+
 def _form(mask: Tensor, group: int) -> Tensor:
     """The mask repeated for a group of heads, additive, in float64; all layers share it."""
+    if torch.compiler.is_compiling():
+        # Compiled code cannot store it. Of equal operations it computes one.
+        return _additive(mask).repeat(1, 1, group, 1)
     forms: dict[int, Tensor] = getattr(mask, _FORMS, {})
     if group not in forms:
-        if mask.dtype == torch.bool:
-            wide = torch.zeros_like(mask, dtype=torch.float64).masked_fill_(~mask, torch.finfo(torch.float64).min)
-        else:
-            wide = mask.double()
-        forms[group] = wide.repeat(1, 1, group, 1)
+        forms[group] = _additive(mask).repeat(1, 1, group, 1)
         setattr(mask, _FORMS, forms)
     return forms[group]
+
+
+def _additive(mask: Tensor) -> Tensor:
+    if mask.dtype != torch.bool:
+        return mask.double()
+    return torch.zeros_like(mask, dtype=torch.float64).masked_fill_(~mask, torch.finfo(torch.float64).min)
 
 
 def _enter(target: PreTrainedModel) -> None:
@@ -238,4 +261,5 @@ def _leave(target: PreTrainedModel) -> None:
             if isinstance(vars(module).get("forward"), FilledForward):
                 del vars(module)["forward"]
         if not _users:
+            _wide.clear()
             replace_sdpa(row_invariant_sdpa, sdpa_attention_forward)

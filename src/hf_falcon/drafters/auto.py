@@ -61,6 +61,15 @@ _METHODS: list[tuple[str, Callable[[Fields], bool], str, str]] = [
     ("language models", _is_language_model, "hf_falcon.drafters.language_model", "CausalLMDrafter"),
 ]
 
+# Methods that are not read: the beginning of their names in a `config.json`, and what hf_falcon has nothing for.
+_UNREAD = {
+    "peagle": "P-EAGLE: its pass drafts several tokens from a learnt hidden state (`mask_hidden`)",
+    "dflash2": "DFlash 2: its layers have local convolutions, and it selects candidates by pairs",
+    "xpress": "XPress: a refiner changes the logits of a block in several steps",
+    "domino": "Domino: a recurrent projector corrects the logits of a DFlash block",
+    "mtp": 'multi-token prediction by a layer of the target\'s kind; where the target has its own, the name is "mtp"',
+}
+
 
 class AutoDrafter:
     """
@@ -134,4 +143,7 @@ def drafter_class(name: str, **loading: Any) -> type[DraftModel]:
             return getattr(importlib.import_module(module), kind)
     methods = ", ".join(method for method, *_ in _METHODS)
     found = fields.get("speculators_model_type") or fields.get("architectures") or fields.get("model_type")
-    raise ValueError(f"`{name}` is {found!r:.200}, which is no drafter of a known method: {methods}.")
+    names = [str(fields.get("speculators_model_type")), str(fields.get("model_type")), *_architectures(fields)]
+    unread = [why for kind, why in _UNREAD.items() if any(each.lower().startswith(kind) for each in names)]
+    missing = f" It is of a method that is not read, {unread[0]}. Use a drafter of another method." if unread else ""
+    raise ValueError(f"`{name}` is {found!r:.200}, which is no drafter of a known method: {methods}.{missing}")

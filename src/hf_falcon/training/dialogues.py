@@ -29,6 +29,13 @@ _BETWEEN_RECORDS = re.compile(r"[ \t\r\n,]*")
 _CUT_TOKEN = 12
 # A malformed line ends at its line break. What follows is decoded again, but no more than this many characters of it.
 _DECODED_AGAIN = 1 << 16
+# What a record may begin with, beside the first fields of the records before it. In an array, the next such beginning
+# behind a comma ends a malformed record; messages and parts begin in other ways.
+_FIRST_FIELDS = ("conversations", "messages", "prompt", "instruction", "turns", "text")
+_FIRST_FIELD = re.compile(r'\{\s*"((?:[^"\\]|\\.){1,100})"\s*:')
+_MOST_FIRST_FIELDS, _LONGEST_BEGINNING = 100, 1000
+# Records without their closing brackets, at most, whose followers are read; each is decoded to the end of the file.
+_MOST_UNCLOSED = 20
 # In place of a value that the buffer does not hold to its end.
 _CUT_OFF = object()
 # What stands for a byte that is not UTF-8.
@@ -95,7 +102,9 @@ def read_dialogues(
         split (`str`, *optional*, defaults to `"train"`):
             Split of a data set, in the words of `datasets` (`"train[:1000]"`).
         skipped ([`SkippedRecords`], *optional*):
-            Counts the records that cannot be read, which are left out. Without it the first one raises its error.
+            Counts the records that cannot be read, which are left out. Without it the first one raises its error. What
+            is malformed in an array ends where a record begins: with a comma and `{`, and a first field that others
+            have.
 
     Yields:
         [`Dialogue`]: without messages if the record has none.
@@ -103,7 +112,7 @@ def read_dialogues(
     Raises:
         ValueError: the file is not JSON, there is no such split, or a record has no known form, is too long or nested
             too deeply. Names file, record (from 1), field and value. With `skipped`: more records than its limit
-            cannot be read, or the array of records is malformed, so that the next record is not known.
+            cannot be read, or no record begins in the 8,388,608 characters behind a malformed one of an array.
         FileNotFoundError: there is no such file or data set.
         OSError: `datasets` is not installed.
     """
@@ -161,10 +170,17 @@ def _without_none(value: Any) -> Any:
 
 
 def _read_records(path: Path) -> Iterator[tuple[int, Any]]:
-    """Numbers and values; in JSON Lines, a [`RecordError`] in place of a value that is malformed."""
+    """Numbers and values; a [`RecordError`] in place of a value that is malformed."""
     # Bytes that are not UTF-8 are found in the record that has them.
     text = codecs.getincrementaldecoder("utf-8-sig")("surrogateescape")
     buffer, is_array, number, at_end, has_bad_bytes, in_bad_line = "", None, 1, False, False, False
+    # Of an array: what records begin with; of the malformed record whose end is looked for, what it begins with, its
+    # place and how much was left behind; and whether one was malformed, so that a bracket need not be the end.
+    first_fields, own_field, bad, lost, is_mended = set(_FIRST_FIELDS), "", None, 0, False
+    # Each has taken all records behind it for its own.
+    retries = _MOST_UNCLOSED
+    # Lines that left the buffer, and characters of the last of them.
+    lines, characters = 0, 0
     with path.open("rb") as file:
         while not at_end:
             # A record that is cut off is decoded again with three times as much: all attempts take linear time.
@@ -176,7 +192,14 @@ def _read_records(path: Path) -> Iterator[tuple[int, Any]]:
             buffer += piece
             position = 0
             while True:
-                if in_bad_line:
+                if bad is not None:
+                    found = _next_record(first_fields | {own_field}).search(buffer, position)
+                    start, position = position, max(position, len(buffer) - _LONGEST_BEGINNING)
+                    lost += position - start
+                    if found is None:
+                        break
+                    bad, position = None, found.end()
+                elif in_bad_line:
                     line_end = buffer.find("\n", position)
                     in_bad_line, position = line_end < 0, len(buffer) if line_end < 0 else line_end + 1
                 # An array and JSON Lines differ only in the characters between two records.
@@ -189,22 +212,56 @@ def _read_records(path: Path) -> Iterator[tuple[int, Any]]:
                         position += 1
                         continue
                 if is_array and buffer[position] == "]":
-                    return
+                    if not is_mended:
+                        return
+                    # The bracket may be of a malformed record.
+                    bad, lost = "", 0
+                    continue
                 record, end, in_bad_line = _decode(buffer, position, f"{path}, record {number}", has_bad_bytes)
                 if record is _CUT_OFF:
-                    break
+                    begins_more = is_array and at_end and _next_record(first_fields).search(buffer, position)
+                    if not begins_more or retries == 0:
+                        break
+                    retries -= 1
+                    record, in_bad_line = _unclosed(f"{path}, record {number}"), True
                 if in_bad_line and is_array:
-                    # Without lines, the next record is not known.
-                    raise record
+                    before = buffer.rfind("\n", 0, position) + 1
+                    line, column = lines + buffer.count("\n", 0, position) + 1, position - before + 1
+                    bad = f"line {line}, column {column if before else characters + column}"
+                    beginning = _FIRST_FIELD.match(buffer, position)
+                    own_field = beginning[1] if beginning else "messages"
+                    in_bad_line, is_mended, lost = False, True, 0
+                elif is_array and isinstance(record, dict) and not first_fields.isdisjoint(record):
+                    beginning = _FIRST_FIELD.match(buffer, position)
+                    if beginning and len(first_fields) < _MOST_FIRST_FIELDS:
+                        first_fields.add(beginning[1])
                 yield number, record
                 number, position = number + 1, end
+            if lost > _LONGEST_RECORD and bad:
+                raise ValueError(
+                    f"{path}, record {number - 1} ({bad}) is malformed, and no record begins in the "
+                    f"{_LONGEST_RECORD:,} characters behind it: {number - 2} records were read. Correct or remove it."
+                )
+            line_end = buffer.rfind("\n", 0, position) + 1
+            lines += buffer.count("\n", 0, position)
+            characters = position - line_end if line_end else characters + position
             buffer = buffer[position:]
             has_bad_bytes = has_bad_bytes and bool(buffer)
-    if is_array or buffer:
+    if bad:
+        logger.warning(
+            f"{path}: no record begins behind record {number - 1} ({bad}), which is malformed: the last "
+            f"{lost + len(buffer)} characters are dropped, the {number - 2} records before it are read."
+        )
+    elif (is_array or buffer) and bad is None:
         logger.warning(
             f"{path} is cut off in record {number}: its last {len(buffer)} characters are dropped, "
             f"the {number - 1} records before them are read."
         )
+
+
+def _next_record(first_fields: set[str]) -> re.Pattern[str]:
+    names = "|".join(re.escape(name) for name in sorted(first_fields))
+    return re.compile(rf',\s*(?=\{{\s*"(?:{names})"\s*:)')
 
 
 def _decode(buffer: str, position: int, where: str, has_bad_bytes: bool) -> tuple[Any, int, bool]:
@@ -242,6 +299,12 @@ def _too_long(where: str) -> RecordError:
         "too many characters",
         f"{where} is longer than {_LONGEST_RECORD:,} characters: split or remove it. If it is not so long, a "
         "quotation mark or bracket is missing in it.",
+    )
+
+
+def _unclosed(where: str) -> RecordError:
+    return RecordError(
+        "text that is not JSON", f"{where} has no end: brackets are missing in it. Correct or remove it."
     )
 
 
