@@ -280,7 +280,7 @@ class StandInTokenizer:
     ids=["same", "parted by rounding", "parted in float32"],
 )
 def test_demo_status_is_that_of_float32(monkeypatch, capsys, timed_ids, fp32_ids, status):
-    def load_drafter(name, dtype, device):
+    def load_drafter(name, dtype, device, target):
         return SimpleNamespace(ids=fp32_ids if dtype == torch.float32 else timed_ids)
 
     monkeypatch.setattr(demo, "load_target", lambda *arguments: (StandInTarget(), StandInTokenizer()))

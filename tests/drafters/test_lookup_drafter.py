@@ -123,7 +123,7 @@ def test_chains_equal_plain(model_type, do_sample, monkeypatch):
             super().__init__(*args)
             runs.append(self)
 
-    monkeypatch.setattr(decoding, "part", lambda name: Recorded)
+    monkeypatch.setattr(decoding, "part", {"chains": Recorded}.get)
     target, ids = tiny_model(model_type), prompt(11)
     settings = {"do_sample": do_sample, "attention_mask": torch.ones_like(ids)}
     expected = generate(target, ids, **settings).sequences
