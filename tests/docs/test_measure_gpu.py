@@ -49,7 +49,7 @@ def quick(script, monkeypatch):
     """Without a second run of pytest, and without compiling: other tests compile."""
     given = subprocess.CompletedProcess([], 0, "....\n== 7 passed, 9 deselected in 1.00s ==\n", "")
     monkeypatch.setattr(script.subprocess, "run", lambda *args, **kwargs: given)
-    monkeypatch.setattr(script, "METHODS", "plain,plain_compiled,prompt_lookup,falcon")
+    monkeypatch.setattr(script, "METHODS", "plain,prompt_lookup,falcon")
     monkeypatch.setattr(script, "SECONDS", 0.2)
     monkeypatch.setattr(script, "CONTEXT", 20)
 
