@@ -231,6 +231,11 @@ def test_what_is_refused(models):
     with pytest.raises(ValueError, match="`num_mtp_layers` is 2: each layer after the first"):
         hf_falcon.attach(several, "mtp")
     assert "use_mtp=True" in at_hand(several.config, "somewhere", several)["own heads"]
+    # transformers leaves the norm out of the head's copy of the embedding, as for Inkling.
+    normed = new_mtp_target("glm")
+    normed.get_input_embeddings().embed_norm = torch.nn.Identity()
+    with pytest.raises(ValueError, match="does not read the target's own embedding"):
+        hf_falcon.attach(normed, "mtp")
     with pytest.raises(ValueError, match="drafts for that model alone"):
         generate(new_mtp_target("glm"), prompt(5), drafter)
     with pytest.raises(ValueError, match="give that model as `target`"):

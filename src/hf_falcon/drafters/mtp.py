@@ -229,6 +229,9 @@ def refusal(target: PreTrainedModel) -> str | None:
             f"`num_mtp_layers` is {layers}: each layer after the first reads positions that depend on the drafted "
             "path, which is not built; transformers' own `use_mtp=True` drafts chains with them"
         )
+    embedding = target.get_input_embeddings()
+    if hasattr(embedding, "embed_norm") or not hasattr(target, "lm_head"):
+        return f"the head of {type(target).__name__} does not read the target's own embedding and `lm_head`"
     try:
         from transformers.modeling_layers import MtpModel  # noqa: F401
     except ImportError:
