@@ -74,6 +74,7 @@ class BuiltCode:
         self._bound: dict[nn.Module, tuple[Program, list[Tensor]]] = {}
         # Arguments of the first calls, while code is compiled.
         self._examples: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+        self._check: Callable[[Any, Any], None] | None = None
 
     def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if self._examples is not None:
@@ -85,8 +86,24 @@ class BuiltCode:
             except CannotBeBuilt:
                 is_for_it = False
             if is_for_it:
-                return program([*own, *tensors])
+                found = program([*own, *tensors])
+                if self._check is None:
+                    return found
+                self._check(found, expected := self._function(module, *args, **kwargs))
+                return expected
         return self._function(module, *args, **kwargs)
+
+    @contextmanager
+    def checking(self, check: Callable[[Any, Any], None]) -> Iterator[None]:
+        """
+        Inside, `check` gets what the program returns in each call, and what the function does. Every layer gets the
+        right inputs, so rounding does not add up over the layers.
+        """
+        self._check = check
+        try:
+            yield
+        finally:
+            self._check = None
 
     @contextmanager
     def compiling(self) -> Iterator[None]:

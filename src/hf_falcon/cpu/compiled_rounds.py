@@ -159,6 +159,8 @@ class CompiledRounds:
         is_whole = captures_graphs(target.device) or (shelf is None and _pays_as_a_whole(target, layers))
         self._layers = [] if is_whole else layers
         self.shelf = shelf if self._layers else None
+        # Whether they were loaded without a call of `compile_rounds`.
+        self.is_kept = False
         # The forwards of modules in rounds.
         self._forwards = {decoder: RoundForward(decoder, self._forward)}
         for index, layer in enumerate(self._layers):
@@ -242,6 +244,13 @@ class CompiledRounds:
         if self.shelf is None:
             return [size]
         return [size, size + 3 if self._is_for_any_size(size) else size]
+
+    @contextmanager
+    def checking(self, size: int, check: Callable[[Any, Any], None]) -> Iterator[None]:
+        """See [`BuiltCode.checking`]; for the programs of a size."""
+        code, head = self._built(size)
+        with code.checking(check), head.checking(check):
+            yield
 
     def load(self) -> bool:
         """Loads programs that an earlier process built; returns whether there are any."""

@@ -200,13 +200,15 @@ def build(
     Raises:
         [`CannotBeBuilt`]: if the program would hold a tensor, could not check its inputs, or torch cannot export it.
     """
-    exported, wrapper, remainder = _exported(function, module, examples)
+    exported, has_tuple, remainder = _exported(function, module, examples)
     for other in others:
         if str(_exported(function, other, examples)[0].graph) != str(exported.graph):
             raise CannotBeBuilt("modules of one kind have different graphs")
-    inputs, names = [], set()
+    inputs, names = [], set[str]()
+    given = exported.graph_signature.user_inputs
     for node in exported.graph.nodes:
-        if node.op == "placeholder" and isinstance(value := node.meta.get("val"), Tensor):
+        if node.op == "placeholder" and node.name in given:
+            value = node.meta["val"]
             shape, stride = [_linear(size, names) for size in value.shape], list(value.stride())
             # The only row of a dimension has no neighbour.
             steps = [1 if size == 1 else _linear(step, names) for size, step in zip(shape, stride)]
@@ -217,17 +219,17 @@ def build(
     ]
     torch._inductor.aoti_compile_and_package(exported, package_path=str(file), inductor_configs=options)
     return {
-        "leaves": wrapper.count,
+        "leaves": len(leaves(module)),
         "inputs": inputs,
         "ranges": ranges,
         "remainder": remainder,
-        "has_tuple": wrapper.has_tuple,
+        "has_tuple": has_tuple,
     }
 
 
 def _exported(
     function: Callable[..., Any], module: nn.Module, examples: Sequence[tuple[tuple[Any, ...], dict[str, Any]]]
-) -> tuple[Any, _Call, Any]:
+) -> tuple[Any, bool, Any]:
     flat: list[list[Tensor]] = [[], []]
     remainder, other = (flattened([list(args), kwargs], each) for (args, kwargs), each in zip(examples, flat))
     if remainder != other:
@@ -237,7 +239,8 @@ def _exported(
         {dim: torch.export.Dim.DYNAMIC for dim, size in enumerate(first.shape) if size != second.shape[dim]}
         for first, second in zip(*flat)
     ]
-    wrapper = _Call(function, module, examples[0])
+    returned: list[bool] = []
+    wrapper = _Call(function, module, examples[0], lambda found: returned.append(not torch.is_tensor(found)))
     with torch.no_grad():
         exported = torch.export.export(
             wrapper,
@@ -247,25 +250,30 @@ def _exported(
         )
     if any(tensor.numel() > _LONGEST_CONSTANT for tensor in exported.constants.values() if torch.is_tensor(tensor)):
         raise CannotBeBuilt("it computes with a tensor that is no parameter, buffer or argument")
-    return exported, wrapper, remainder
+    return exported, returned[-1], remainder
 
 
 class _Call(nn.Module):
     """A call as `torch.export` sees it: a function of tensors alone."""
 
-    def __init__(self, function: Callable[..., Any], module: nn.Module, example: tuple[Any, Any]):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        module: nn.Module,
+        example: tuple[Any, Any],
+        on_output: Callable[[Any], None],
+    ):
         super().__init__()
-        # In lists, because as attributes the module would be a part of this one.
-        self._held = [function, module, example]
-        self.count, self.has_tuple = 0, False
+        # In a list, because as an attribute the module would be a part of this one. And what the function returns is
+        # reported, because `torch.export` takes changes of attributes back.
+        self._held = [function, module, example, on_output]
 
     def forward(self, own: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
-        function, module, (args, kwargs) = self._held
+        function, module, (args, kwargs), on_output = self._held
         given = iter(tensors)
         rows: Any = tensors[0].shape[1] if tensors[0].dim() > 1 else 1
         args, kwargs = refilled(tuple(args), given, rows), refilled(kwargs, given, rows)
         places = leaves(module)
-        self.count = len(places)
         before = [container[key] for container, key in places]
         cached = [(each, dict(each)) for each in _cached(module)]
         try:
@@ -281,8 +289,8 @@ class _Call(nn.Module):
             for each, kept in cached:
                 each.clear()
                 each.update(kept)
-        self.has_tuple = not torch.is_tensor(found)
-        outputs = list(found) if self.has_tuple else [found]
+        on_output(found)
+        outputs = [found] if torch.is_tensor(found) else list(found)
         if not all(map(torch.is_tensor, outputs)):
             raise CannotBeBuilt("it returns more than tensors")
         return outputs
