@@ -135,11 +135,17 @@ def test_where_nothing_can_be_kept_the_program_runs_in_this_process(tmp_path, mo
 def test_a_program_does_not_get_inputs_of_another_layout():
     program = object.__new__(Program)
     shape = [1, [1, "s0", 0], 4]
-    program._inputs = [(torch.float32, [4], [1]), (torch.float32, shape, [1, 4, 1]), (torch.float32, [[3, "s0", 0]], [1])]
+    program._inputs = [
+        (torch.float32, [4], [1]),
+        (torch.float32, shape, [1, 4, 1]),
+        (torch.float32, [[3, "s0", 0]], [1]),
+    ]
     program._ranges, program.leaves, program._fitted = {"s0": (2, 9)}, 1, None
     good = [torch.zeros(1, 5, 4), torch.zeros(15)]
     assert program.suits([torch.zeros(4)]) and program.fits(good) and program.fits(good)
-    assert not program.suits([torch.zeros(4).double()]) and not program.suits([torch.zeros(5)]) and not program.suits([])
+    assert (
+        not program.suits([torch.zeros(4).double()]) and not program.suits([torch.zeros(5)]) and not program.suits([])
+    )
     for bad in (
         [torch.zeros(1, 5, 4), torch.zeros(14)],
         [torch.zeros(1, 1, 4), torch.zeros(3)],

@@ -28,8 +28,8 @@ class TuneArguments:
         context (`int`, *optional*, defaults to 256): tokens before the round that is timed.
         seconds (`float`, *optional*, defaults to 20): seconds for which the target is timed.
         pack (`bool`, *optional*, defaults to `False`): pack the weights of both models first.
-        compile (`bool`, *optional*, defaults to `False`): compile rounds first. On a CPU the compiled code is kept, and
-            used by later processes without being asked for.
+        compile (`bool`, *optional*, defaults to `False`): compile rounds first. On a CPU the compiled code is kept,
+            and later processes use it without being asked.
         output (`str`, *optional*): folder of `tune.json` and `tune.png`; by default the drafter's folder. If the
             drafter is in a folder, its `generation_config.json` gets `draft_calibration` in any case.
     """

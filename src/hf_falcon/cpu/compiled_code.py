@@ -145,7 +145,11 @@ class BuiltCode:
         elif kind not in self._programs:
             peers = [other for other in self._examples if self._kinds[other] == kind and other is not module]
             examples = [self._examples[module], (args, kwargs)]
-            options = {**_options(), "cpp.dynamic_threads": True, "aot_inductor.compile_wrapper_opt_level": "O0"}
+            options = {
+                **_options(is_row_invariant=False),
+                "cpp.dynamic_threads": True,
+                "aot_inductor.compile_wrapper_opt_level": "O0",
+            }
 
             def write(file: Path) -> dict[str, Any]:
                 try:

@@ -73,7 +73,7 @@ class CompiledPasses:
     Args:
         rows (`int`): the number of rows. Passes of fewer rows are padded; passes of more rows run uncompiled.
         compile_config ([`CompileConfig`]): backend, mode and options for `torch.compile`.
-        shelf ([`Shelf`], *optional*): where the programs of the passes are. Without one, `torch.compile` compiles them.
+        shelf ([`Shelf`], *optional*): where the programs of the passes are. Without one `torch.compile` is used.
     """
 
     def __init__(self, rows: int, compile_config: CompileConfig, shelf: Shelf | None = None):

@@ -143,7 +143,7 @@ class CompiledRounds:
     Args:
         target ([`PreTrainedModel`]): the target.
         compile_config ([`CompileConfig`]): backend, mode and options for `torch.compile`.
-        shelf ([`Shelf`], *optional*): where the programs of its layers are. Without one, `torch.compile` compiles them.
+        shelf ([`Shelf`], *optional*): where the programs of its layers are. Without one `torch.compile` is used.
     """
 
     def __init__(self, target: PreTrainedModel, compile_config: CompileConfig, shelf: Shelf | None = None):
@@ -167,8 +167,8 @@ class CompiledRounds:
             self._forwards[layer] = RoundForward(layer, partial(self._layer_forward, layer, index))
         self._forward_of_head = RoundForward(self._head, self._head_forward)
         self._config = compile_config
-        # One graph for each size: kernels for any number of rows are slower. But a program whose products do not depend
-        # on the number of rows is as fast for any number.
+        # One graph for each size: kernels for any number of rows are slower. But a program whose products do not
+        # depend on the number of rows is as fast for any number.
         self._compiled: dict[int, CompiledCode | BuiltCode] = {}
         self._compiled_heads: dict[int, CompiledCode | BuiltCode] = {}
         self._weights = LentWeights()

@@ -222,10 +222,13 @@ def _check_whether_possible(target: PreTrainedModel) -> None:
 
 
 def _can_be_built(model: nn.Module, config: CompileConfig) -> bool:
-    """Whether torch's AOTInductor is tried, whose code can be kept; not with options for `torch.compile`."""
+    """
+    Whether torch's AOTInductor is tried, whose code can be kept: not with options for `torch.compile`, and not inside
+    `row_invariant`, for which code is compiled and compared in every process.
+    """
     own = config.to_dict()
     is_default = own["backend"] == "inductor" and own["mode"] in (None, "default") and not own["options"]
-    return is_default and model.device.type == "cpu" and not captures_graphs(model.device)
+    return is_default and model.device.type == "cpu" and not is_row_invariant(model)
 
 
 def _run(target: PreTrainedModel, length: int, rounds: CompiledRounds | None = None) -> TargetRun:

@@ -179,7 +179,7 @@ def shelf_of(target: PreTrainedModel, drafter: Any = None, packed: bool | None =
     return Shelf(
         {
             "config": [_config_of(model) for model in models],
-            "source": sorted({_source_of(type(part)) for model in models for part in model.modules()}),
+            "source": sorted({_source_of(type(part).__module__) for model in models for part in model.modules()}),
             "attention": [attention_implementation(model.config) for model in models],
             "dtype": [str(model.dtype) for model in models],
             "packing": [is_packed(model) if packed is None else packed for model in models],
@@ -215,14 +215,14 @@ def _machine() -> dict[str, Any]:
 
 
 @cache
-def _source_of(kind: type) -> str:
-    """A class, and a digest of the file that it is written in."""
+def _source_of(module: str) -> str:
+    """The name of a module of Python, and a digest of its file."""
     try:
-        digest = hashlib.sha256(Path(sys.modules[kind.__module__].__file__ or "").read_bytes()).hexdigest()[:16]
+        digest = hashlib.sha256(Path(sys.modules[module].__file__ or "").read_bytes()).hexdigest()[:16]
     except (OSError, KeyError, AttributeError):
         # A frozen application has no files; the versions then speak for them.
         digest = ""
-    return f"{kind.__module__} {digest}"
+    return f"{module} {digest}"
 
 
 def _check_owner(file: Path) -> None:

@@ -19,6 +19,7 @@ from .compiled_passes import CompilableDrafter, CompiledPasses
 from .compiled_rounds import CompiledRounds, compiled, compiled_passes_of, compiled_rounds_of
 from .kept_programs import shelf_of
 from .packing import is_packed
+from .row_invariant import is_row_invariant
 
 logger = logging.get_logger(__name__)
 
@@ -69,7 +70,7 @@ def _once(model: nn.Module, about: object, load: Callable[[], None]) -> None:
 
 
 def _state(model: Any) -> tuple[object, ...]:
-    return is_packed(model), model.dtype, model.device
+    return is_packed(model), is_row_invariant(model), model.dtype, model.device
 
 
 def _may_be_kept(model: Any) -> bool:
@@ -77,7 +78,8 @@ def _may_be_kept(model: Any) -> bool:
 
 
 def _load_rounds(target: PreTrainedModel) -> None:
-    if not _may_be_kept(target):
+    # Inside `row_invariant` only code runs that this process has compared with uncompiled code.
+    if not _may_be_kept(target) or is_row_invariant(target):
         return
     shelf, name = shelf_of(target), type(target).__name__
     if not shelf.exists():
@@ -103,7 +105,8 @@ def _load_rounds(target: PreTrainedModel) -> None:
 
 
 def _load_passes(rounds: CompiledRounds, drafter: Any, target: PreTrainedModel) -> None:
-    if not isinstance(drafter, CompilableDrafter) or not _may_be_kept(drafter):
+    is_compilable = isinstance(drafter, CompilableDrafter)
+    if not is_compilable or not _may_be_kept(drafter):
         return
     shelf = shelf_of(target, drafter)
     if not shelf.exists():

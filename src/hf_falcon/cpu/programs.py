@@ -8,8 +8,6 @@ and not even trace, the function again.
 from __future__ import annotations
 
 import hashlib
-import json
-import tempfile
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -26,7 +24,9 @@ from .packing import PackedLinear
 _LONGEST_CONSTANT = 1
 # Attributes in which modules of one kind may differ. A cache that a layer gets in a round does not read the number.
 _NOT_OF_A_KIND = ("training", "layer_idx")
-_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
 Own = TypeVar("Own")
 
 
@@ -169,9 +169,7 @@ class Program:
             for want, step, size, found in zip(shape, stride, tensor.shape, tensor.stride()):
                 if not _matches(want, size, values) or (want != 1 and not _matches(step, found, values)):
                     return False
-        return all(
-            low <= values[name] <= high for name, (low, high) in self._ranges.items() if name in values
-        )
+        return all(low <= values[name] <= high for name, (low, high) in self._ranges.items() if name in values)
 
 
 def build(
@@ -266,7 +264,7 @@ class _Call(nn.Module):
         super().__init__()
         # In a list, because as an attribute the module would be a part of this one. And what the function returns is
         # reported, because `torch.export` takes changes of attributes back.
-        self._held = [function, module, example, on_output]
+        self._held: list[Any] = [function, module, example, on_output]
 
     def forward(self, own: list[Tensor], tensors: list[Tensor]) -> list[Tensor]:
         function, module, (args, kwargs), on_output = self._held
