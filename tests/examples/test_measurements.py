@@ -5,6 +5,8 @@ import contextlib
 import copy
 import io
 import json
+import os
+import sys
 
 import pytest
 import torch
@@ -217,6 +219,65 @@ def test_long_context(workplace, tmp_path, monkeypatch, capsys):
     heading, *rows = run_example("long_context", workplace, tmp_path, monkeypatch, capsys, *words)
     assert heading[:4] == ["context", "plain", "round", "round/plain"] and [row[0] for row in rows] == ["20", "60"]
     assert all(float(number) > 0 for row in rows for number in row[1:8])
+
+
+NODE = """#!{python}
+import json, pathlib, sys
+worker, packages, file, threads, tokens, *speculation = sys.argv[1:]
+assert worker.endswith("examples/llama_cpp.mjs") and pathlib.Path(file).read_bytes()[:4] == b"GGUF"
+print("{{}}", flush=True)
+for line in sys.stdin:
+    assert json.loads(line)["ids"]
+    print(json.dumps({{"tokens": int(tokens), "seconds": 1.0 if speculation else 2.0}}), flush=True)
+"""
+
+
+def test_llama_cpp(workplace, tmp_path, monkeypatch, capsys):
+    """With a program in the place of Node.js, whose times are known."""
+    (tmp_path / "node").write_text(NODE.format(python=sys.executable))
+    (tmp_path / "node").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    words = ["--packages", tmp_path, "--data", workplace / "prompts.jsonl", "--target", workplace / "target"]
+    words += ["--drafter", workplace / "drafter", "--dtype", "float32", "--max_new_tokens", "8"]
+    words += ["--gguf", tmp_path / "model.gguf", "--lookups", "3"]
+    monkeypatch.setattr("sys.argv", ["llama_cpp.py", *map(str, words)])
+    example("llama_cpp").main()
+    rows = capsys.readouterr().out.splitlines()[-4:]
+    assert [row.split("  ")[0] for row in rows] == [
+        "plain",
+        "falcon",
+        "llama.cpp, model",
+        "llama.cpp, model, its lookup of 3",
+    ]
+    assert rows[0].split()[1:-1] == ["1.00"] * 2
+    assert [float(row.split()[-1]) for row in rows[2:]] == [4.0, 8.0]
+
+
+def test_llama_cpp_writes_the_weights_of_the_target(tmp_path, monkeypatch):
+    """The file that llama.cpp reads has the values of the demo target's, its matrices in the wanted type."""
+    gguf = pytest.importorskip("gguf")
+    values = {"norm": torch.randn(32).numpy(), "matrix": torch.randn(8, 64).numpy()}
+    writer = gguf.GGUFWriter(tmp_path / "source.gguf", "llama")
+    writer.add_block_count(2)
+    writer.add_token_list(["a", "b"])
+    for name, value in values.items():
+        writer.add_tensor(name, value)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    script = example("llama_cpp")
+    monkeypatch.setattr(script, "packaged_target", lambda: tmp_path / "source.gguf")
+    for kind, error in (("bf16", 0.02), ("q8_0", 0.02)):
+        read = gguf.GGUFReader(script.write_gguf(kind, tmp_path))
+        assert read.fields["llama.block_count"].contents() == 2
+        assert read.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
+        for tensor in read.tensors:
+            is_matrix = tensor.name == "matrix"
+            assert tensor.tensor_type.name == (kind.upper() if is_matrix else "F32")
+            found = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type)).view(-1)
+            wanted = torch.tensor(values[tensor.name]).view(-1)
+            torch.testing.assert_close(found, wanted, atol=error if is_matrix else 0.0, rtol=0.0)
 
 
 def test_oracle_bound(workplace, tmp_path, monkeypatch, capsys):
