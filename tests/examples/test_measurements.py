@@ -325,3 +325,16 @@ def test_context_bonuses(workplace, tmp_path, monkeypatch, capsys, draft_vocab_s
                 count += 1
     assert count == len(sample.right)
     assert float(script.loss(sample, torch.tensor([0.5, 1.0, 3.0]))) == pytest.approx(expected, rel=1e-3)
+
+
+def test_copying_prompts(tmp_path, monkeypatch, capsys):
+    """Twenty prompts of each kind, all different, whose material stands in the prompt."""
+    monkeypatch.setattr("sys.argv", ["copying_prompts.py", "--output", str(tmp_path / "copying")])
+    example("copying_prompts").main()
+    prompts = {}
+    for name in ("edit", "summarise", "answer"):
+        lines = (tmp_path / "copying" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        prompts[name] = [json.loads(line)["turns"][0] for line in lines]
+        assert len(set(prompts[name])) == 20
+    assert all("```python\ndef " in text for text in prompts["edit"])
+    assert all(len(text) > 250 for text in prompts["summarise"] + prompts["answer"])
