@@ -12,7 +12,8 @@ import pytest
 import torch
 from example_scripts import example, run_example
 from safetensors.torch import load_file
-from tiny_models import VOCAB, new_drafter, prompt, tiny_drafter, tiny_target, tiny_tokenizer
+from tiny_models import VOCAB, new_drafter, new_target, prompt, tiny_drafter, tiny_target, tiny_tokenizer
+from transformers import AutoModelForCausalLM
 
 from hf_falcon import DraftTree, StaticTree
 from hf_falcon.bench.decision import DecisionModel
@@ -338,3 +339,83 @@ def test_copying_prompts(tmp_path, monkeypatch, capsys):
         assert len(set(prompts[name])) == 20
     assert all("```python\ndef " in text for text in prompts["edit"])
     assert all(len(text) > 250 for text in prompts["summarise"] + prompts["answer"])
+
+
+@pytest.fixture
+def wide_target(tmp_path):
+    """A target whose numbers of inputs are multiples of 64."""
+    new_target("llama", hidden_size=64, intermediate_size=128).save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    return AutoModelForCausalLM.from_pretrained(tmp_path / "target", dtype=torch.bfloat16).eval()
+
+
+@pytest.mark.parametrize(("bits", "step"), [(8, 2 / 254), (4, 1 / 15)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_bits_keep_the_weights(bits, step, dtype):
+    """Products with the identity are the weights, at most half a step away; no row depends on others."""
+    script = example("low_bits")
+    torch.manual_seed(0)
+    linear = torch.nn.Linear(64, 48).to(dtype)
+    low = script.LAYERS[bits](linear)
+    with torch.no_grad():
+        weight = (low(torch.eye(64, dtype=dtype)) - linear.bias).T.float()
+        spread = 2 * linear.weight.abs().max().float()
+        allowed = 0.5 * step * spread + (2**-7 * spread if dtype == torch.bfloat16 else 1e-6)
+        error = (weight - linear.weight.float()).abs().max()
+        assert 0 < error <= allowed
+        rows = torch.randn(2, 8, 64, dtype=dtype)
+        assert low(rows).shape == (2, 8, 48)
+        assert torch.equal(low(rows)[1, 3:4], low(rows[1, 3:4]))
+    assert low.weight.nbytes == 64 * 48 * bits // 8
+
+
+def test_low_bits(wide_target, workplace, tmp_path, monkeypatch, capsys):
+    tiny_drafter(wide_target.float()).save_pretrained(tmp_path / "drafter")
+    words = ["--target", tmp_path / "target", "--drafter", tmp_path / "drafter", "--turns", "2", "--length", "9"]
+    words += ["--dtype", "float32", "--data", workplace / "prompts.jsonl", "--max_new_tokens", "12"]
+    monkeypatch.setattr("sys.argv", ["low_bits.py", *map(str, words)])
+    script = example("low_bits")
+    script.main()
+    printed = capsys.readouterr().out
+    first, second = (block.splitlines() for block in printed.strip().split("\n\n"))
+    names = ["float32", "8 bits", "4 bits"]
+    for name, line in zip(names, first):
+        assert line.startswith(f"{name}: the probe says trees; a row beside 7 others has ")
+    # Rows of these products do not depend on others.
+    assert all(line.endswith(" has 0.0% other values") for line in first[1:3])
+    assert first[3].split() == ["ms", "T(1)", "T(4)", "T(8)", "T(16)"]
+    assert all(float(number) > 0 for row in first[5:] for number in row.split()[-4:])
+    assert [row.split("  ")[0] for row in second[2:]] == names
+    for row in second[2:]:
+        assert row.split()[-1] == "1/1" and float(row.split()[-2]) >= 1
+
+
+def test_layers_of_low_bits_that_do_not_fit(wide_target):
+    """Layers whose inputs are no multiple of 32 stay; the original keeps all of its layers, and heads are left."""
+    script = example("low_bits")
+    changed = script.replaced(tiny_target("llama"), script.Int4Linear)
+    kinds = {name.rpartition(".")[2]: type(module) for name, module in changed.named_modules()}
+    assert kinds["down_proj"] is torch.nn.Linear and kinds["lm_head"] is torch.nn.Linear
+    assert kinds["up_proj"] is script.Int4Linear
+    assert not any(isinstance(module, script.Int4Linear) for module in tiny_target("llama").modules())
+    ids = prompt(9)
+    with torch.no_grad():
+        wanted = wide_target(ids).logits.float()
+        found = script.replaced(wide_target, script.Int8Linear)(ids).logits.float()
+    assert 0 < (found - wanted).norm() / wanted.norm() < 0.1
+
+
+def test_share_of_values_that_depend_on_other_rows():
+    """A layer with one scale for all rows gives a row other values beside others."""
+    script = example("low_bits")
+
+    class Shared(torch.nn.Linear):
+        def forward(self, states):
+            return super().forward(states) / states.abs().max()
+
+    target = new_target("llama")
+    assert script.share(target) < 1
+    for layer in script.decoder_layers(target):
+        layer.mlp.up_proj.__class__ = Shared
+    values = sum(m.out_features for m in script.decoder_layers(target)[0].modules() if hasattr(m, "in_features"))
+    assert script.share(target) >= 0.9 * target.config.intermediate_size / values
