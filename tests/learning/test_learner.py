@@ -331,6 +331,44 @@ def test_the_buffer_is_bounded():
         assert found._buffer.records[-1].number >= 38
 
 
+def test_learning_keeps_no_tensors_of_earlier_calls():
+    target, drafter = pair()
+    with learner(drafter, target, memory=0.02, share=1.0) as found:
+        counts = []
+        for chunk in range(4):
+            for seed in range(40 * chunk, 40 * chunk + 40):
+                call(target, drafter, seed)
+            found.learn(4)
+            gc.collect()
+            tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
+            counts.append((len(tensors), sum(each.nbytes for each in tensors)))
+        assert found.statistics.steps >= 16
+    # The buffer is full after the first 40 calls: what is added is dropped elsewhere. Records differ in length.
+    for tensors, size in counts[2:]:
+        assert tensors <= 1.2 * counts[1][0] and size <= 1.1 * counts[1][1]
+
+
+def test_texts_of_all_lengths_are_learnt_from_in_few_sizes(monkeypatch):
+    target, drafter = pair()
+    sizes = set()
+    with learner(drafter, target, held_out=0.3) as found:
+        layers, parts = type(drafter).run_layers, []
+
+        def run_layers(self, hidden_states, *args, **kwargs):
+            parts.append(hidden_states.shape[:2])
+            return layers(self, hidden_states, *args, **kwargs)
+
+        for length in range(5, 45):
+            target.generate(prompt(length, seed=length), assistant_model=drafter, **CALL)
+        lengths = {len(record.token_ids) for record in found._buffer.records}
+        monkeypatch.setattr(type(drafter), "run_layers", run_layers)
+        assert found.learn(8) == 8
+        sizes = {tuple(each) for each in parts}
+    # Code that is made for a size is kept for the life of the process.
+    assert len(lengths) > 10 and {rows % 32 for _, rows in sizes if _ == 1} == {0}
+    assert len({rows for _, rows in sizes}) <= 3
+
+
 def test_a_long_call_is_recorded_in_part():
     target, drafter = pair()
     with learner(drafter, target, longest=10, held_out=0.01) as found:
