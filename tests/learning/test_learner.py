@@ -350,23 +350,20 @@ def test_learning_keeps_no_tensors_of_earlier_calls():
 
 def test_texts_of_all_lengths_are_learnt_from_in_few_sizes(monkeypatch):
     target, drafter = pair()
-    sizes = set()
+    layers, sizes = type(drafter).run_layers, set()
+
+    def run_layers(self, hidden_states, *args, **kwargs):
+        sizes.add(hidden_states.shape[1])
+        return layers(self, hidden_states, *args, **kwargs)
+
     with learner(drafter, target, held_out=0.3) as found:
-        layers, parts = type(drafter).run_layers, []
-
-        def run_layers(self, hidden_states, *args, **kwargs):
-            parts.append(hidden_states.shape[:2])
-            return layers(self, hidden_states, *args, **kwargs)
-
         for length in range(5, 45):
             target.generate(prompt(length, seed=length), assistant_model=drafter, **CALL)
         lengths = {len(record.token_ids) for record in found._buffer.records}
         monkeypatch.setattr(type(drafter), "run_layers", run_layers)
         assert found.learn(8) == 8
-        sizes = {tuple(each) for each in parts}
-    # Code that is made for a size is kept for the life of the process.
-    assert len(lengths) > 10 and {rows % 32 for _, rows in sizes if _ == 1} == {0}
-    assert len({rows for _, rows in sizes}) <= 3
+    # oneDNN keeps the code that it makes for a size, also after the call.
+    assert len(lengths) > 10 and sizes <= {32, 64, 96}
 
 
 def test_a_long_call_is_recorded_in_part():
