@@ -3,6 +3,8 @@
 
 import logging
 import os
+import shutil
+from pathlib import Path
 
 # Before torch is imported, and for the processes that tests start: models this small gain nothing from threads, and
 # processes that fight for the cores lose a great deal.
@@ -19,6 +21,13 @@ from hf_falcon.core import policy
 def own_cache(tmp_path_factory):
     """What tests measure stays with them."""
     os.environ["HF_FALCON_CACHE"] = str(tmp_path_factory.mktemp("costs"))
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    """What one test compiles, no other one runs."""
+    yield
+    shutil.rmtree(Path(os.environ["HF_FALCON_CACHE"]) / "compiled", ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

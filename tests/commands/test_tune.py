@@ -14,6 +14,7 @@ from hf_falcon.bench import tuning
 from hf_falcon.commands import tune
 from hf_falcon.core.costs import CostKey
 from hf_falcon.core.draft_options import DraftOptions
+from hf_falcon.cpu.packing import is_packed
 
 
 def test_predicted_speedup():
@@ -93,6 +94,23 @@ def test_times_of_packed_weights(tmp_path, monkeypatch):
     words = f"--target {tmp_path}/target --drafter {tmp_path}/drafter --context 20 --max_new_tokens 8 --seconds 0.2"
     assert tune.main([*words.split(), "--pack", "--dtype", "float32", "--device", "cpu"]) == 0
     assert json.loads((tmp_path / "drafter" / "tune.json").read_text())["packed"] is True
+
+
+def test_compiling_while_tuning(tmp_path, monkeypatch):
+    """`--compile` compiles both models, packed first, before the times are measured."""
+    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path / "cache"))
+    target = tiny_target("llama")
+    target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    tiny_drafter(target, num_assistant_tokens=5, num_draft_passes=2).save_pretrained(tmp_path / "drafter")
+    events = []
+    monkeypatch.setattr(
+        tune, "compile_rounds", lambda target, drafter: events.append((is_packed(target), is_packed(drafter)))
+    )
+    monkeypatch.setattr(tune, "tune", lambda *args: events.append("timed") or tuning.tune(*args))
+    words = f"--target {tmp_path}/target --drafter {tmp_path}/drafter --context 20 --max_new_tokens 8 --seconds 0.2"
+    assert tune.main([*words.split(), "--pack", "--compile", "--dtype", "float32", "--device", "cpu"]) == 0
+    assert events == [(True, True), "timed"]
 
 
 @pytest.mark.parametrize("most, expected", [(6, [6, 3, 1]), (2, [2, 1]), (1, [])])

@@ -206,7 +206,7 @@ def test_an_lm_head_with_another_forward(target, backend):
 def test_compiled_code_reads_them(target, backend, monkeypatch):
     def others(weight):
         found = compact(weight)
-        found._codes.mul_(1.5)
+        found.tensors[0].mul_(1.5)
         return found
 
     monkeypatch.setattr(lent_weights, "compact", others)

@@ -178,7 +178,7 @@ def test_weights_are_told_apart_by_number(tmp_path):
     second = copy.deepcopy(first)
     second.weight.data.mul_(2.0)
     layouts = [packed_layouts.OneDnnLayout(each.weight) for each in (first, second, first)]
-    numbers = [layout._number for layout in layouts]
+    numbers = [layout.tensors[0] for layout in layouts]
     assert numbers[0] == numbers[2] != numbers[1]
     states = torch.randn(2, 8)
     found = [packed_layouts.product_operator()(states, None, number, 16) for number in numbers]

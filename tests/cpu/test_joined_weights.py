@@ -89,7 +89,7 @@ def test_compiled_code_reads_them(monkeypatch):
 def test_equal_products_are_computed_once():
     input, other = torch.randn(4, 16), torch.randn(4, 16)
     layout = OneDnnLayout(torch.randn(32, 16))
-    number, operator = layout._number, product_operator()
+    number, operator = layout.tensors[0], product_operator()
 
     class Products(nn.Module):
         def forward(self, input, other, number):

@@ -5,6 +5,8 @@ import contextlib
 import copy
 import io
 import json
+import os
+import sys
 
 import pytest
 import torch
@@ -219,6 +221,65 @@ def test_long_context(workplace, tmp_path, monkeypatch, capsys):
     assert all(float(number) > 0 for row in rows for number in row[1:8])
 
 
+NODE = """#!{python}
+import json, pathlib, sys
+worker, packages, file, threads, tokens, *speculation = sys.argv[1:]
+assert worker.endswith("examples/llama_cpp.mjs") and pathlib.Path(file).read_bytes()[:4] == b"GGUF"
+print("{{}}", flush=True)
+for line in sys.stdin:
+    assert json.loads(line)["ids"]
+    print(json.dumps({{"tokens": int(tokens), "seconds": 1.0 if speculation else 2.0}}), flush=True)
+"""
+
+
+def test_llama_cpp(workplace, tmp_path, monkeypatch, capsys):
+    """With a program in the place of Node.js, whose times are known."""
+    (tmp_path / "node").write_text(NODE.format(python=sys.executable))
+    (tmp_path / "node").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "model.gguf").write_bytes(b"GGUF")
+    words = ["--packages", tmp_path, "--data", workplace / "prompts.jsonl", "--target", workplace / "target"]
+    words += ["--drafter", workplace / "drafter", "--dtype", "float32", "--max_new_tokens", "8"]
+    words += ["--gguf", tmp_path / "model.gguf", "--lookups", "3"]
+    monkeypatch.setattr("sys.argv", ["llama_cpp.py", *map(str, words)])
+    example("llama_cpp").main()
+    rows = capsys.readouterr().out.splitlines()[-4:]
+    assert [row.split("  ")[0] for row in rows] == [
+        "plain",
+        "falcon",
+        "llama.cpp, model",
+        "llama.cpp, model, its lookup of 3",
+    ]
+    assert rows[0].split()[1:-1] == ["1.00"] * 2
+    assert [float(row.split()[-1]) for row in rows[2:]] == [4.0, 8.0]
+
+
+def test_llama_cpp_writes_the_weights_of_the_target(tmp_path, monkeypatch):
+    """The file that llama.cpp reads has the values of the demo target's, its matrices in the wanted type."""
+    gguf = pytest.importorskip("gguf")
+    values = {"norm": torch.randn(32).numpy(), "matrix": torch.randn(8, 64).numpy()}
+    writer = gguf.GGUFWriter(tmp_path / "source.gguf", "llama")
+    writer.add_block_count(2)
+    writer.add_token_list(["a", "b"])
+    for name, value in values.items():
+        writer.add_tensor(name, value)
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    script = example("llama_cpp")
+    monkeypatch.setattr(script, "packaged_target", lambda: tmp_path / "source.gguf")
+    for kind, error in (("bf16", 0.02), ("q8_0", 0.02)):
+        read = gguf.GGUFReader(script.write_gguf(kind, tmp_path))
+        assert read.fields["llama.block_count"].contents() == 2
+        assert read.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
+        for tensor in read.tensors:
+            is_matrix = tensor.name == "matrix"
+            assert tensor.tensor_type.name == (kind.upper() if is_matrix else "F32")
+            found = torch.tensor(gguf.dequantize(tensor.data, tensor.tensor_type)).view(-1)
+            wanted = torch.tensor(values[tensor.name]).view(-1)
+            torch.testing.assert_close(found, wanted, atol=error if is_matrix else 0.0, rtol=0.0)
+
+
 def test_oracle_bound(workplace, tmp_path, monkeypatch, capsys):
     tokenizer = copy.deepcopy(tiny_tokenizer())
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
@@ -264,3 +325,16 @@ def test_context_bonuses(workplace, tmp_path, monkeypatch, capsys, draft_vocab_s
                 count += 1
     assert count == len(sample.right)
     assert float(script.loss(sample, torch.tensor([0.5, 1.0, 3.0]))) == pytest.approx(expected, rel=1e-3)
+
+
+def test_copying_prompts(tmp_path, monkeypatch, capsys):
+    """Twenty prompts of each kind, all different, whose material stands in the prompt."""
+    monkeypatch.setattr("sys.argv", ["copying_prompts.py", "--output", str(tmp_path / "copying")])
+    example("copying_prompts").main()
+    prompts = {}
+    for name in ("edit", "summarise", "answer"):
+        lines = (tmp_path / "copying" / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
+        prompts[name] = [json.loads(line)["turns"][0] for line in lines]
+        assert len(set(prompts[name])) == 20
+    assert all("```python\ndef " in text for text in prompts["edit"])
+    assert all(len(text) > 250 for text in prompts["summarise"] + prompts["answer"])

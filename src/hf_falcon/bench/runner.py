@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..core.drafter import DraftModel
-from ..cpu.compiling import compiled_rounds
+from ..cpu.compiling import compiled_rounds, uncompile_rounds
 from ..cpu.packing import packed_weights
 from .divergence import first_divergence
 from .methods import COMPILED, PACKED
@@ -124,6 +124,8 @@ class Benchmark:
     @contextmanager
     def _models_of(self, method: str) -> Iterator[None]:
         """Packs and compiles the models for a method, while it runs."""
+        # What `hf-falcon tune --compile` kept belongs to the compiled methods.
+        uncompile_rounds(self._target)
         with ExitStack() as stack:
             drafter = self._methods[method].get("assistant_model")
             if method in PACKED:

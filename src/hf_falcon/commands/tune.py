@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import torch
@@ -12,6 +13,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..bench.tuning import fastest_count, picture, tune
+from ..cpu.compiling import compile_rounds
 from ..cpu.packing import pack_weights
 from ..training.chat_templates import template_variables
 from ..training.token_file import write_atomically
@@ -34,6 +36,9 @@ def main(argv: list[str]) -> int:
     if arguments.pack:
         pack_weights(target)
         pack_weights(drafter)
+    if arguments.compile:
+        print("Compiling rounds, for this and later processes.", file=sys.stderr, flush=True)
+        compile_rounds(target, drafter=drafter)
     variables = template_variables(arguments.chat_template_kwargs)
     note_other_variables(drafter, variables)
     prompts = [encode(tokenizer, text, device, variables) for text in texts]

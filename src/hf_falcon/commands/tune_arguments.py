@@ -28,6 +28,8 @@ class TuneArguments:
         context (`int`, *optional*, defaults to 256): tokens before the round that is timed.
         seconds (`float`, *optional*, defaults to 20): seconds for which the target is timed.
         pack (`bool`, *optional*, defaults to `False`): pack the weights of both models first.
+        compile (`bool`, *optional*, defaults to `False`): compile rounds first. On a CPU the compiled code is kept,
+            and later processes use it without being asked.
         output (`str`, *optional*): folder of `tune.json` and `tune.png`; by default the drafter's folder. If the
             drafter is in a folder, its `generation_config.json` gets `draft_calibration` in any case.
     """
@@ -40,6 +42,9 @@ class TuneArguments:
     context: int = field(default=256, metadata={"help": "Tokens before the round that is timed."})
     seconds: float = field(default=20.0, metadata={"help": "Seconds for which the target is timed."})
     pack: bool = field(default=False, metadata={"help": "Pack the weights of both models first (`pack_weights`)."})
+    compile: bool = field(
+        default=False, metadata={"help": "Compile rounds first; later processes use the code (`compile_rounds`)."}
+    )
     chat_template_kwargs: dict | str | None = field(
         default=None, metadata={"help": "Variables of the chat template, as JSON: '{\"enable_thinking\": false}'."}
     )

@@ -14,9 +14,10 @@ from transformers import Cache, PreTrainedModel
 from ..core.interfaces import Drafter, DrafterAcceleration, DraftHead, TargetAcceleration, register
 from ..core.target_parts import decoder_layers, is_compiled, structure_of
 from .compiled_code import captures_graphs
-from .compiled_rounds import CompiledRounds, compiled_passes_of, compiled_rounds_of
+from .compiled_rounds import CompiledRounds
 from .grouped_attention import grouped_attention
 from .huge_pages import keep_in_huge_pages
+from .kept_rounds import passes_for, rounds_for
 from .packing import is_packed
 from .row_invariant import is_row_invariant
 from .skinny_gemm import SkinnyLinears, linears_of, skinny_gemm
@@ -90,7 +91,7 @@ class CpuDrafter(DrafterAcceleration):
         if running is not None and not running:
             keep_in_huge_pages(drafter)
         _running.setdefault(drafter, weakref.WeakSet()).add(self)
-        self._passes = compiled_passes_of(drafter, target)
+        self._passes = passes_for(drafter, target)
         self.head = None if self._passes is None else self._passes.head
         self._linears = linears_of(drafter)
         self._head_linears: tuple[nn.Linear, SkinnyLinears] | None = None
@@ -122,7 +123,7 @@ class CpuBackend:
     def for_target(self, target: PreTrainedModel, is_batch: bool, reads_layers: bool) -> CpuTarget:
         # A compiled decoder does not give the outputs of single layers.
         is_plain = is_batch or reads_layers
-        return CpuTarget(target, None if is_plain else compiled_rounds_of(target))
+        return CpuTarget(target, None if is_plain else rounds_for(target))
 
     def for_drafter(self, drafter: Drafter, target: PreTrainedModel) -> DrafterAcceleration:
         # A drafter needs no network.

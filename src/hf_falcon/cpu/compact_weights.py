@@ -54,6 +54,8 @@ class LentWeight(Protocol):
     dtype: torch.dtype
     # Addresses of the values, and their sizes in bytes.
     memory: list[tuple[int, int]]
+    # What compiled code gets of it.
+    tensors: list[Tensor]
 
     def suits(self, input: Tensor) -> bool:
         """Whether a product with `input` of shape `(..., in_features)` is faster than torch's own."""
@@ -116,9 +118,9 @@ class CompactWeight(WeightMark):
         # Of the codes, also where two of them share a word.
         self.dtype = codes.dtype
         self._in_pairs = _IN_PAIRS and codes.dtype == torch.bfloat16
-        self._codes = _paired(_in_lanes(codes)) if self._in_pairs else _in_lanes(codes)
-        self._grid = None if grid is None else (_in_lanes(grid[0]), _in_lanes(grid[1]))
-        self.memory = [(each.data_ptr(), each.nbytes) for each in (self._codes, *(self._grid or ()))]
+        # The codes, and the steps and offsets of a grid.
+        self.tensors = [_paired(_in_lanes(codes)) if self._in_pairs else _in_lanes(codes), *map(_in_lanes, grid or ())]
+        self.memory = [(each.data_ptr(), each.nbytes) for each in self.tensors]
 
     def suits(self, input: Tensor) -> bool:
         """See [`LentWeight.suits`]."""
@@ -126,7 +128,7 @@ class CompactWeight(WeightMark):
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """See [`LentWeight.product`]."""
-        blocks, groups, size, _ = self._codes.shape
+        blocks, groups, size, _ = self.tensors[0].shape
         rows = input.reshape(-1, groups * size).float()
         count = rows.shape[0]
         turns = -(-count // _SUMS)
@@ -145,14 +147,15 @@ class CompactWeight(WeightMark):
 
     def _parts(self) -> list[Tensor]:
         """The weight in float32, of shape `(blocks, groups, size, 16)`, or the two halves of its last dimension."""
+        codes, *grid = self.tensors
         if self._in_pairs:
-            bits = self._codes.view(torch.int32)
+            bits = codes.view(torch.int32)
             parts = [(bits << 16).view(torch.float32), (bits & -65536).view(torch.float32)]
         else:
-            parts = [self._codes.float()]
-        if self._grid is None:
+            parts = [codes.float()]
+        if not grid:
             return parts
-        steps, offsets = (values.chunk(len(parts), dim=-1) for values in self._grid)
+        steps, offsets = (values.chunk(len(parts), dim=-1) for values in grid)
         return [part * step + offset for part, step, offset in zip(parts, steps, offsets)]
 
 

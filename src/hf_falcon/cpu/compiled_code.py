@@ -3,15 +3,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CompileConfig
 
 from .joined_weights import one_product_each
+from .kept_programs import Shelf
+from .programs import CannotBeBuilt, Program, build, flattened, kind_of, leaves
 
 
 class CompiledCode:
@@ -48,6 +51,115 @@ class CompiledCode:
             yield
         finally:
             self._run = torch._dynamo.run(self._run)
+
+
+class BuiltCode:
+    """
+    A function of a module that is compiled ahead of time, in programs that stay on disk; see [`Program`]. A call runs
+    uncompiled if its arguments differ from those of the two calls inside [`BuiltCode.compiling`] in more than the
+    sizes in which these two differ.
+
+    Args:
+        function (`Callable`): the function. Its first argument is the module.
+        shelf ([`Shelf`]): where the programs are.
+        name (`str`): the name of the function there.
+    """
+
+    def __init__(self, function: Callable[..., Any], shelf: Shelf, name: str):
+        self._function, self._shelf, self._name = function, shelf, name
+        # By the kind of module.
+        self._programs: dict[str, Program] = {}
+        self._kinds: dict[nn.Module, str] = {}
+        # The programs of modules, and the modules' tensors of now.
+        self._bound: dict[nn.Module, tuple[Program, list[Tensor]]] = {}
+        # Arguments of the first calls, while code is compiled.
+        self._examples: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] | None = None
+        self._check: Callable[[Any, Any], None] | None = None
+
+    def __call__(self, module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if self._examples is not None:
+            self._see(module, args, kwargs)
+        elif (bound := self._bound.get(module)) is not None:
+            (program, own), tensors = bound, list[Tensor]()
+            try:
+                is_for_it = flattened([args, kwargs], tensors) == program.remainder and program.fits(tensors)
+            except CannotBeBuilt:
+                is_for_it = False
+            if is_for_it:
+                found = program([*own, *tensors])
+                if self._check is None:
+                    return found
+                self._check(found, expected := self._function(module, *args, **kwargs))
+                return expected
+        return self._function(module, *args, **kwargs)
+
+    @contextmanager
+    def checking(self, check: Callable[[Any, Any], None]) -> Iterator[None]:
+        """
+        Inside, `check` gets what the program returns in each call, and what the function does. Every layer gets the
+        right inputs, so rounding does not add up over the layers.
+        """
+        self._check = check
+        try:
+            yield
+        finally:
+            self._check = None
+
+    @contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Inside, the second call for a module compiles its program, if no module of its kind has one. Both calls run
+        uncompiled. Every module is called once before the first is called again."""
+        self._examples = {}
+        try:
+            yield
+        finally:
+            self._examples = None
+
+    def load(self, modules: Iterable[nn.Module]) -> bool:
+        """Loads the programs of modules; returns whether they are all there."""
+        for module in modules:
+            kind = self._kinds[module] = kind_of(module)
+            if kind not in self._programs:
+                program = self._shelf.load(f"{self._name}-{kind}")
+                if program is None:
+                    return False
+                self._programs[kind] = program
+        return True
+
+    def bind(self) -> bool:
+        """Takes the current tensors of all modules; returns whether the programs can read them."""
+        bound = {}
+        for module, kind in self._kinds.items():
+            program, own = self._programs.get(kind), [container[key] for container, key in leaves(module)]
+            if program is None or not program.suits(own):
+                return False
+            bound[module] = program, own
+        self._bound = bound
+        return True
+
+    def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        assert self._examples is not None
+        kind = self._kinds[module] = kind_of(module)
+        if module not in self._examples:
+            self._examples[module] = args, kwargs
+        elif kind not in self._programs:
+            peers = [other for other in self._examples if self._kinds[other] == kind and other is not module]
+            examples = [self._examples[module], (args, kwargs)]
+            options = {
+                **_options(is_row_invariant=False),
+                "cpp.dynamic_threads": True,
+                "aot_inductor.compile_wrapper_opt_level": "O0",
+            }
+
+            def write(file: Path) -> dict[str, Any]:
+                try:
+                    return build(self._function, module, examples, options, file, peers[-1:])
+                except CannotBeBuilt:
+                    raise
+                except Exception as error:
+                    raise CannotBeBuilt(f"{type(error).__name__}: {error}") from error
+
+            self._programs[kind] = self._shelf.save(f"{self._name}-{kind}", write)
 
 
 def captures_graphs(device: torch.device) -> bool:

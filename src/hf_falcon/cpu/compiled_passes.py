@@ -17,8 +17,9 @@ from transformers import CompileConfig, PreTrainedModel
 from ..core.caches import DraftCache
 from ..core.modeling_falcon_draft import KeyValueCache, hide_end
 from .compact_weights import WeightMark
-from .compiled_code import CompiledCode, captures_graphs, mark_rows, write_rows
+from .compiled_code import BuiltCode, CompiledCode, captures_graphs, mark_rows, write_rows
 from .huge_pages import keep_in_huge_pages
+from .kept_programs import Shelf
 from .lent_weights import LentWeights
 
 
@@ -50,6 +51,15 @@ class PassRows:
     def __init__(self, layers: list[tuple[Tensor, Tensor]], rows: int, slots: Tensor | None = None):
         self._layers, self._rows, self._slots = layers, rows, slots
 
+    def tensors(self) -> list[Tensor]:
+        """See [`TensorHolder`]."""
+        return [states for layer in self._layers for states in layer] + ([] if self._slots is None else [self._slots])
+
+    def with_tensors(self, tensors: list[Tensor], rows: int) -> PassRows:
+        """See [`TensorHolder`]."""
+        count = 2 * len(self._layers)
+        return PassRows(list(zip(tensors[:count:2], tensors[1:count:2])), self._rows, *tensors[count:])
+
     def update(self, layer: int, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         """See [`DraftCache.update`]."""
         write_rows(self._layers[layer], (keys, values), self._rows, self._slots)
@@ -63,10 +73,11 @@ class CompiledPasses:
     Args:
         rows (`int`): the number of rows. Passes of fewer rows are padded; passes of more rows run uncompiled.
         compile_config ([`CompileConfig`]): backend, mode and options for `torch.compile`.
+        shelf ([`Shelf`], *optional*): where the programs of the passes are. Without one `torch.compile` is used.
     """
 
-    def __init__(self, rows: int, compile_config: CompileConfig):
-        self.rows = rows
+    def __init__(self, rows: int, compile_config: CompileConfig, shelf: Shelf | None = None):
+        self.rows, self.shelf = rows, shelf
         # Whether they are faster than uncompiled passes; `None` before the comparison.
         self.is_faster: bool | None = None
         # The drafter's head, for many calls of `generate`; `None` while the passes are not in use.
@@ -76,10 +87,47 @@ class CompiledPasses:
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
-        """Inside, a pass is compiled. Outside, no pass is."""
-        self._decode, self._logits = CompiledCode(_decode, self._config), CompiledCode(_logits, self._config)
+        """Inside, a pass is compiled, by two calls where there is a shelf. Outside, no pass is."""
+        self._make_code()
         with self._decode.compiling(), self._logits.compiling():
             yield
+
+    def load(self, drafter: Any) -> bool:
+        """Loads programs that an earlier process built, after [`CompiledPasses.take`]; returns whether it did."""
+        known = None if self.shelf is None else self.shelf.note(f"passes-{self.rows}")
+        if known is None or self.head is None:
+            return False
+        self._make_code()
+        with self._weights.lent():
+            if known["is_faster"] and not (self._decode.load([drafter]) and self._logits.load([self.head.linear])):
+                return False
+        self.is_faster = bool(known["is_faster"])
+        return True
+
+    def keep(self) -> None:
+        """Notes whether the passes are faster, for later processes."""
+        if self.shelf is not None:
+            self.shelf.take_note(f"passes-{self.rows}", {"is_faster": self.is_faster})
+
+    def bind(self) -> bool:
+        """See [`CompiledRounds.bind`]."""
+        if self.shelf is None:
+            return True
+        with self._weights.lent():
+            return self._decode.bind() and self._logits.bind()
+
+    def _make_code(self) -> None:
+        self._decode: Any
+        self._logits: Any
+        if self.shelf is None:
+            self._decode, self._logits = CompiledCode(_decode, self._config), CompiledCode(_logits, self._config)
+        else:
+            self._decode = BuiltCode(_decode, self.shelf, f"decode-{self.rows}")
+            self._logits = BuiltCode(self._logits_of, self.shelf, f"logits-{self.rows}")
+
+    def _logits_of(self, linear: nn.Linear, rows: Tensor) -> Tensor:
+        assert self.head is not None and self.head.linear is linear
+        return _logits(self.head.plain, rows)
 
     def take(self, drafter: Any, target: PreTrainedModel) -> CompiledHead:
         """Prepares the current weights of a drafter and of its head, which may be the target's."""
@@ -98,7 +146,8 @@ class CompiledPasses:
 
     def are_of(self, drafter: Any, target: PreTrainedModel) -> bool:
         """Whether the weights of both are unchanged; see [`WeightMark.is_of`]."""
-        return self.head is not None and self.head.is_of(drafter, target) and self._weights.are_current
+        is_of = self.head is not None and self.head.is_of(drafter, target) and self._weights.are_current
+        return is_of and self.bind()
 
     def run_layers(
         self,
@@ -145,7 +194,8 @@ class CompiledPasses:
         if missing < 0:
             return None
         with self._weights.lent():
-            return self._logits(head, F.pad(rows, (0, 0, 0, missing)))[: rows.shape[0]]
+            rows_or_more = F.pad(rows, (0, 0, 0, missing))
+            return self._logits(head if self.shelf is None else head.linear, rows_or_more)[: rows.shape[0]]
 
 
 class CompiledHead:

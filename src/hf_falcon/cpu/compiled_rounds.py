@@ -22,12 +22,14 @@ from transformers.utils import output_capturing
 
 from ..core.caches import SlotLayer
 from ..core.target_parts import decoder_layers, decoder_of
-from .compiled_code import CompiledCode, captures_graphs, mark_rows, write_rows
+from .compiled_code import BuiltCode, CompiledCode, captures_graphs, mark_rows, write_rows
 from .compiled_passes import CompiledPasses
 from .grouped_attention import form_ahead
+from .kept_programs import Shelf
 from .lent_weights import LentWeights
 from .packed_layouts import has_bfloat16_products
 from .row_invariant import FilledForward, is_row_invariant
+from .skinny_gemm import linears_of
 
 # The largest number of parameters of decoder layers that are compiled together. A forward of a larger decoder takes so
 # long that the calls of its layers hardly matter.
@@ -50,12 +52,12 @@ class TreeRows(DynamicLayer):
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
         self.keys: Tensor = keys
         self.values: Tensor = values
-        self._nodes, self._slots = nodes, slots
+        self._nodes, self.slots = nodes, slots
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Writes `key_states` and `value_states` of shape `(1, heads, nodes, head_dim)`; returns all rows."""
         rows = self.keys, self.values
-        write_rows(rows, (key_states, value_states), self._nodes, self._slots)
+        write_rows(rows, (key_states, value_states), self._nodes, self.slots)
         return rows
 
     def get_seq_length(self) -> int:
@@ -76,6 +78,15 @@ class LayerCache(Cache):
     def __init__(self, layers: list[TreeRows], index: int):
         super().__init__(layers=layers)
         self._rows = layers[index]
+
+    def tensors(self) -> list[Tensor]:
+        """See [`TensorHolder`]."""
+        return [self._rows.keys, self._rows.values, *([] if self._rows.slots is None else [self._rows.slots])]
+
+    def with_tensors(self, tensors: list[Tensor], rows: int) -> LayerCache:
+        """See [`TensorHolder`]."""
+        keys, values, *slots = tensors
+        return LayerCache([TreeRows(keys, values, rows, *slots)], 0)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """See [`TreeRows.update`]."""
@@ -124,16 +135,18 @@ class CompiledRounds:
     thread; all other forwards of the target run as before.
 
     On a CPU each decoder layer is compiled by itself. Layers of one kind share their code, so compiling takes a
-    fraction of the time that it takes for a whole decoder. But each call of a layer takes a quarter of a millisecond,
-    so a small decoder in bfloat16 is compiled as a whole. Captured graphs are of the whole decoder, and so is the code
-    of a decoder whose layers are not in one list.
+    fraction of the time that it takes for a whole decoder. A call of a program takes some microseconds; but where
+    programs cannot be built, each call of a layer takes a quarter of a millisecond, so a small decoder in bfloat16 is
+    compiled as a whole. Captured graphs are of the whole decoder, and so is the code of a decoder whose layers are not
+    in one list.
 
     Args:
         target ([`PreTrainedModel`]): the target.
         compile_config ([`CompileConfig`]): backend, mode and options for `torch.compile`.
+        shelf ([`Shelf`], *optional*): where the programs of its layers are. Without one `torch.compile` is used.
     """
 
-    def __init__(self, target: PreTrainedModel, compile_config: CompileConfig):
+    def __init__(self, target: PreTrainedModel, compile_config: CompileConfig, shelf: Shelf | None = None):
         # The sizes in use, in ascending order: tokens of a tree, its root included. Smaller trees are padded.
         self.sizes: list[int] = []
         # Whether compiled code is faster, for each size that was tried.
@@ -143,16 +156,21 @@ class CompiledRounds:
         self._plain = decoder.forward
         self._head = target.get_output_embeddings()
         layers = decoder_layers(target)
-        self._layers = [] if captures_graphs(target.device) or _pays_as_a_whole(target, layers) else layers
+        is_whole = captures_graphs(target.device) or (shelf is None and _pays_as_a_whole(target, layers))
+        self._layers = [] if is_whole else layers
+        self.shelf = shelf if self._layers else None
+        # Whether they were loaded without a call of `compile_rounds`.
+        self.is_kept = False
         # The forwards of modules in rounds.
         self._forwards = {decoder: RoundForward(decoder, self._forward)}
         for index, layer in enumerate(self._layers):
             self._forwards[layer] = RoundForward(layer, partial(self._layer_forward, layer, index))
         self._forward_of_head = RoundForward(self._head, self._head_forward)
         self._config = compile_config
-        # One graph for each size: kernels for any number of rows are slower.
-        self._compiled: dict[int, CompiledCode] = {}
-        self._compiled_heads: dict[int, CompiledCode] = {}
+        # One graph for each size: kernels for any number of rows are slower. But a program whose products do not
+        # depend on the number of rows is as fast for any number.
+        self._compiled: dict[int, CompiledCode | BuiltCode] = {}
+        self._compiled_heads: dict[int, CompiledCode | BuiltCode] = {}
         self._weights = LentWeights()
         # The compiled passes of drafters for this target: the passes in use, and all compiled passes by their key.
         self.passes: weakref.WeakKeyDictionary[nn.Module, CompiledPasses] = weakref.WeakKeyDictionary()
@@ -202,10 +220,15 @@ class CompiledRounds:
 
     @contextmanager
     def compiling(self, size: int) -> Iterator[None]:
-        """Inside, a forward of `size` tokens is compiled. Outside, no forward is."""
+        """Inside, forwards of [`CompiledRounds.examples`] are compiled. Outside, no forward is."""
+        if self.shelf is not None:
+            code, head = self._built(size)
+            with code.compiling(), head.compiling():
+                yield
+            return
         function = _plain_layer if self._layers else self._plain
         self._compiled[size] = CompiledCode(function, self._config, self.is_row_invariant)
-        self._compiled_heads[size] = CompiledCode(self._plain_head, self._config, self.is_row_invariant)
+        self._compiled_heads[size] = CompiledCode(_plain_layer, self._config, self.is_row_invariant)
         # Each layer may be of another kind.
         limit = max(len(self._layers), torch._dynamo.config.recompile_limit)
         with (
@@ -215,6 +238,66 @@ class CompiledRounds:
             self._compiled_heads[size].compiling(),
         ):
             yield
+
+    def examples(self, size: int) -> list[int]:
+        """The numbers of tokens of two forwards that compile a size, or of one."""
+        if self.shelf is None:
+            return [size]
+        return [size, size + 3 if self._is_for_any_size(size) else size]
+
+    @contextmanager
+    def checking(self, size: int, check: Callable[[Any, Any], None]) -> Iterator[None]:
+        """See [`BuiltCode.checking`]; for the programs of a size."""
+        code, head = self._built(size)
+        with code.checking(check), head.checking(check):
+            yield
+
+    def load(self) -> bool:
+        """Loads programs that an earlier process built; returns whether there are any."""
+        known = None if self.shelf is None else self.shelf.note("rounds")
+        if known is None:
+            return False
+        with self._weights.lent():
+            for size, is_faster in known.items():
+                code, head = self._built(int(size))
+                head_is_there = self._head not in self._weights or head.load([self._head])
+                if not is_faster or (head_is_there and code.load(self._layers)):
+                    self.is_faster[int(size)] = bool(is_faster)
+        return bool(self.is_faster)
+
+    def keep(self) -> None:
+        """Notes which sizes are faster, for later processes."""
+        if self.shelf is not None:
+            self.shelf.take_note("rounds", {str(size): is_faster for size, is_faster in self.is_faster.items()})
+
+    def bind(self) -> bool:
+        """Takes the current tensors of the layers for the programs; returns whether these can read them."""
+        if self.shelf is None:
+            return True
+        with self._weights.lent():
+            return all(
+                code.bind()
+                for codes in (self._compiled, self._compiled_heads)
+                for code in {id(codes[size]): codes[size] for size in self.sizes}.values()
+                if isinstance(code, BuiltCode)
+            )
+
+    def _built(self, size: int) -> tuple[BuiltCode, BuiltCode]:
+        """The programs of a size, of the layers and of the head; they may not be there yet."""
+        assert self.shelf is not None
+        is_for_any = self._is_for_any_size(size)
+        for sizes, name in ((self._compiled, "layer"), (self._compiled_heads, "head")):
+            sizes.setdefault(size, BuiltCode(_plain_layer, self.shelf, f"{name}-{0 if is_for_any else size}"))
+        if is_for_any:
+            for sizes in (self._compiled, self._compiled_heads):
+                same = [code for other, code in sizes.items() if other > 1]
+                # Also of the other forward that compiles it.
+                sizes |= dict.fromkeys([size, size + 3], same[0])
+        return self._compiled[size], self._compiled_heads[size]  # type: ignore[return-value]
+
+    def _is_for_any_size(self, size: int) -> bool:
+        """Whether the program of a size is for all numbers of tokens. That of a single one is simpler."""
+        return size > 1 and not self._weights.depend_on_rows and not linears_of(self._decoder)
 
     def take_weights(self) -> None:
         """Makes what compiled code reads from the current weights of linear layers; see [`LentWeights.take`]."""
@@ -281,7 +364,7 @@ class CompiledRounds:
     def _head_forward(self, input: Tensor) -> Tensor:
         if self._here.cache is None or input.numel() != self._here.nodes * input.shape[-1]:
             return self._plain_head(input)
-        return self._compiled_heads[self._here.nodes](input)
+        return self._compiled_heads[self._here.nodes](self._head, input)
 
     def _plain_head(self, input: Tensor) -> Tensor:
         return type(self._head).forward(self._head, input)
@@ -364,7 +447,7 @@ def compiled_rounds_of(model: PreTrainedModel) -> CompiledRounds | None:
     rounds = compiled.get(model)
     if rounds is None or rounds.is_row_invariant != is_row_invariant(model):
         return None
-    return rounds if rounds.are_exact else None
+    return rounds if rounds.are_exact and rounds.bind() else None
 
 
 def compiled_passes_of(drafter: Any, target: PreTrainedModel) -> CompiledPasses | None:

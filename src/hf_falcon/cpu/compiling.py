@@ -8,10 +8,11 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CompileConfig, DynamicCache, PreTrainedModel
 from transformers.utils import logging
 
@@ -27,7 +28,10 @@ from .backend import CpuTarget
 from .compiled_code import captures_graphs
 from .compiled_passes import CompilableDrafter, CompiledHead, CompiledPasses
 from .compiled_rounds import CompiledRounds, compiled
+from .kept_programs import shelf_of
+from .kept_rounds import decline
 from .packing import is_packed
+from .programs import CannotBeBuilt
 from .row_invariant import is_row_invariant
 from .skinny_gemm import linears_of, skinny_gemm
 
@@ -38,7 +42,7 @@ SIZES = (1, 4, 8, 16, 32)
 _LARGEST = 4096
 # Tokens of context: sizes are compiled at the first length, and compared with uncompiled forwards at both.
 _CONTEXTS = (40, 90)
-_TURNS = 5
+_TURNS, _TRIES = 5, 3
 # Texts that compiled rounds have to give the same bits for, inside `row_invariant`.
 _TEXTS = 8
 # The greatest difference of logits, relative to the greatest logit, that rounding explains.
@@ -102,18 +106,16 @@ def compile_rounds(
     state = is_packed(target), is_row_invariant(target), target.dtype, target.device, repr(config)
     made = _made.setdefault(target, {})
     if state not in made:
-        made[state] = CompiledRounds(target, config)
+        made[state] = CompiledRounds(target, config, shelf_of(target) if _can_be_built(target, config) else None)
     rounds = made[state]
     rounds.take_weights()
-    if not rounds.are_exact:
-        raise ValueError(
-            f"The rounds of {type(target).__name__} cannot be compiled: its layers have hooks, or forwards of their "
-            "own, as from adapters and `accelerate`. Remove these first."
-        )
-    if missing := [size for size in sizes if size not in rounds.is_faster]:
-        runs = [_run(target, length, rounds) for length in _CONTEXTS]
-        for size in logging.tqdm(missing, desc="Compiling rounds"):
-            rounds.is_faster[size] = _is_faster(rounds, runs, size)
+    try:
+        _compile(rounds, target, sizes)
+    except CannotBeBuilt as error:
+        logger.debug(f"The rounds of {type(target).__name__} are compiled in every process: {error}")
+        rounds = made[state] = CompiledRounds(target, config)
+        rounds.take_weights()
+        _compile(rounds, target, sizes)
     rounds.sizes = [size for size in sizes if rounds.is_faster[size]]
     if not rounds.sizes:
         logger.warning_once(f"Compiled rounds of {sizes} tokens are not faster on this machine: none are used.")
@@ -127,6 +129,22 @@ def compile_rounds(
     return list(rounds.sizes)
 
 
+def _compile(rounds: CompiledRounds, target: PreTrainedModel, sizes: list[int]) -> None:
+    """Compiles the sizes that are not compiled yet, also in no earlier process."""
+    if not rounds.are_exact:
+        raise ValueError(
+            f"The rounds of {type(target).__name__} cannot be compiled: its layers have hooks, or forwards of their "
+            "own, as from adapters and `accelerate`. Remove these first."
+        )
+    if any(size not in rounds.is_faster for size in sizes):
+        rounds.load()
+    if missing := [size for size in sizes if size not in rounds.is_faster]:
+        runs = [_run(target, length, rounds) for length in _CONTEXTS]
+        for size in logging.tqdm(missing, desc="Compiling rounds"):
+            rounds.is_faster[size] = _is_faster(rounds, runs, size)
+        rounds.keep()
+
+
 def uncompile_rounds(target: PreTrainedModel) -> None:
     """
     Undoes [`compile_rounds`]. Other models stay as they are.
@@ -134,6 +152,7 @@ def uncompile_rounds(target: PreTrainedModel) -> None:
     Args:
         target ([`PreTrainedModel`]): see [`compile_rounds`].
     """
+    decline(target)
     if (rounds := compiled.pop(target, None)) is not None:
         rounds.drop_weights()
 
@@ -202,6 +221,16 @@ def _check_whether_possible(target: PreTrainedModel) -> None:
         raise ValueError(f"The rounds of {type(target).__name__} cannot be compiled: {reason}.")
 
 
+def _can_be_built(model: nn.Module, config: CompileConfig) -> bool:
+    """
+    Whether torch's AOTInductor is tried, whose code can be kept: not with options for `torch.compile`, and not inside
+    `row_invariant`, for which code is compiled and compared in every process.
+    """
+    own = config.to_dict()
+    is_default = own["backend"] == "inductor" and own["mode"] in (None, "default") and not own["options"]
+    return is_default and model.device.type == "cpu" and not is_row_invariant(model)
+
+
 def _run(target: PreTrainedModel, length: int, rounds: CompiledRounds | None = None) -> TargetRun:
     """A target that has run `length` tokens."""
     name, vocab_size = type(target).__name__, target.config.get_text_config(decoder=True).vocab_size
@@ -221,12 +250,20 @@ def _run(target: PreTrainedModel, length: int, rounds: CompiledRounds | None = N
 
 def _is_faster(rounds: CompiledRounds, runs: list[TargetRun], size: int) -> bool:
     """Compiles a size, and compares the values and the times of compiled and uncompiled forwards."""
-    rounds.sizes = [size]
     subject = f"rounds of {size} tokens"
     with _failures_named(subject), rounds.compiling(size):
-        _logits(runs[0], size, rounds)
+        for run, tokens in zip(runs, rounds.examples(size)):
+            rounds.sizes = [tokens]
+            _logits(run, tokens, rounds)
+    rounds.sizes = [size]
+    if not rounds.bind():
+        raise CannotBeBuilt("the programs do not fit their own layers")
     for run in runs:
-        _check_values(subject, _logits(run, size, rounds), _logits(run, size, None))
+        if rounds.shelf is None:
+            _check_values(subject, _logits(run, size, rounds), _logits(run, size, None))
+            continue
+        with rounds.checking(size, partial(_check_outputs, subject)):
+            _logits(run, size, rounds)
     if rounds.is_row_invariant and not _are_equal(rounds, runs, size):
         logger.warning_once(f"Compiled {subject} do not run inside `row_invariant`: they round differently here.")
         return False
@@ -260,11 +297,22 @@ def _compile_passes(rounds: CompiledRounds, target: PreTrainedModel, drafter: An
     width = DraftOptions.from_generation_config(drafter.generation_config).draft_width
     rows = width * drafter.config.block_size
     made = rounds.made.setdefault(drafter, {})
-    passes = made.setdefault((is_packed(drafter), drafter.dtype, drafter.device, rows), CompiledPasses(rows, config))
+    state = is_packed(drafter), drafter.dtype, drafter.device, rows
+    if state not in made:
+        can_be_built = rounds.shelf is not None and _can_be_built(drafter, config)
+        made[state] = CompiledPasses(rows, config, shelf_of(target, drafter) if can_be_built else None)
+    passes = made[state]
     head = passes.take(drafter, target)
-    if passes.is_faster is None:
+    if passes.is_faster is None and not passes.load(drafter):
         with logging.tqdm(total=1, desc="Compiling draft passes") as progress:
-            passes.is_faster = _are_faster(passes, drafter, head)
+            try:
+                passes.is_faster = _are_faster(passes, drafter, head)
+            except CannotBeBuilt as error:
+                logger.debug(f"The passes of {type(drafter).__name__} are compiled in every process: {error}")
+                passes = made[state] = CompiledPasses(rows, config)
+                head = passes.take(drafter, target)
+                passes.is_faster = _are_faster(passes, drafter, head)
+            passes.keep()
             progress.update()
     if passes.is_faster:
         rounds.passes[drafter] = passes
@@ -277,7 +325,10 @@ def _are_faster(passes: CompiledPasses, drafter: Any, head: CompiledHead) -> boo
     dry_runs = [PassDryRun(passes, drafter, head, length) for length in _CONTEXTS]
     subject = f"draft passes of {passes.rows} rows"
     with _failures_named(subject), passes.compiling():
-        dry_runs[0].run(is_compiled=True)
+        for each in dry_runs[: 1 if passes.shelf is None else 2]:
+            each.run(is_compiled=True)
+    if not passes.bind():
+        raise CannotBeBuilt("the programs do not fit the drafter")
     for each in dry_runs:
         _check_values(subject, each.run(is_compiled=True), each.run(is_compiled=False))
     last = dry_runs[-1]
@@ -326,6 +377,8 @@ class PassDryRun:
 def _failures_named(subject: str) -> Iterator[None]:
     try:
         yield
+    except CannotBeBuilt:
+        raise
     except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise RuntimeError(
@@ -338,19 +391,29 @@ def _check_values(subject: str, found: Tensor, expected: Tensor) -> None:
     change = (found - expected).abs().max() / expected.abs().max()
     if not change < _ROUNDING[expected.dtype]:
         raise RuntimeError(
-            f"Compiled {subject} give other values (logits change by {change:.1e} of the greatest logit): generate "
+            f"Compiled {subject} give other values (they change by {change:.1e} of the greatest): generate "
             "without `compile_rounds`."
         )
+
+
+def _check_outputs(subject: str, found: Any, expected: Any) -> None:
+    pairs = [(found, expected)] if torch.is_tensor(expected) else zip(found, expected)
+    for one, other in pairs:
+        _check_values(subject, one, other)
 
 
 def _takes_less(first: Callable[[], object], second: Callable[[], object], device: torch.device) -> bool:
     """Whether the first call is faster than the second. Both are timed in turns."""
     took = [math.inf, math.inf]
-    for _ in range(_TURNS):
-        for place, call in enumerate((first, second)):
-            start = time.perf_counter()
-            call()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            took[place] = min(took[place], time.perf_counter() - start)
-    return took[0] < took[1]
+    # On a busy machine, a few turns more.
+    for _ in range(_TRIES):
+        for _ in range(_TURNS):
+            for place, call in enumerate((first, second)):
+                start = time.perf_counter()
+                call()
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                took[place] = min(took[place], time.perf_counter() - start)
+        if took[0] < took[1]:
+            return True
+    return False

@@ -60,6 +60,17 @@ def form_ahead(mask: Tensor, group: int) -> Tensor | None:
     return forms.setdefault(group, form_of(mask, group))
 
 
+def forms_of(mask: Tensor) -> dict[int, Tensor]:
+    """The forms of a mask that exist, by the size of the group in ascending order; none for a mask without a mark."""
+    return dict(sorted(getattr(mask, _FORMS, {}).items()))
+
+
+def set_forms(mask: Tensor, forms: dict[int, Tensor]) -> None:
+    """Marks a mask with these forms, if there are any."""
+    if forms:
+        setattr(mask, _FORMS, forms)
+
+
 def form_of(mask: Tensor, group: int) -> Tensor:
     """The mask repeated for a group of heads, of shape `(batch, 1, group * rows, slots)`; all layers share it."""
     return mask.repeat(1, 1, group, 1)

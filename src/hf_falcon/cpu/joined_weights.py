@@ -39,7 +39,7 @@ class JoinedWeight(WeightMark):
         super().__init__(weight)
         self.dtype = weight.dtype
         self._joined, self._start, self._end = joined, start, start + weight.shape[0]
-        self.memory = [joined.memory]
+        self.memory, self.tensors = [joined.memory], joined.tensors
 
     def suits(self, input: Tensor) -> bool:
         """See [`LentWeight.suits`]."""

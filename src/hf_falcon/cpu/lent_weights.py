@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from .compact_weights import LentWeight, compact
+from .compact_weights import CompactWeight, LentWeight, compact
 from .huge_pages import move_to_huge_pages
 from .joined_weights import joined_weights
 from .packing import PackedLinear
@@ -74,6 +74,11 @@ class LentWeights:
                     for linear in self._lent:
                         # The passes of the same drafter for another target may have removed it already.
                         vars(linear).pop("lent", None)
+
+    @property
+    def depend_on_rows(self) -> bool:
+        """Whether code that reads them is compiled for one number of rows."""
+        return any(isinstance(weight, CompactWeight) for weight in self._weights.values())
 
     @property
     def are_current(self) -> bool:

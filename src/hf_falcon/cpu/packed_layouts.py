@@ -47,13 +47,13 @@ class OneDnnLayout:
         number: int = _numbers.setdefault(weight, next(_next_number))
         _layouts[number] = self
         # A tensor, because code is compiled anew for another number, but not for a tensor of another value.
-        self._number = torch.tensor(number)
+        self.tensors = [torch.tensor(number)]
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """`torch.nn.functional.linear(input, weight, bias)`."""
         if torch.compiler.is_compiling():
             # `torch.compile` does not support oneDNN's tensors. Compiled code looks the layout up by its number.
-            return product_operator()(input, bias, self._number, self._out_features)
+            return product_operator()(input, bias, self.tensors[0], self._out_features)
         # The overload itself: the search for it takes as long as a part of a small product.
         return torch.ops.mkldnn._linear_pointwise.default(input, self._weight, bias, "none", [], "")
 
@@ -80,23 +80,23 @@ class BlockLayout:
         self._out_features = weight.shape[0]
         width = next((width for width in _BLOCKS if self._out_features % width == 0), _BLOCKS[-1])
         filled = F.pad(weight.detach(), (0, 0, 0, -self._out_features % width))
-        self._blocks = filled.unflatten(0, (-1, width)).transpose(1, 2).contiguous()
+        self.tensors = [filled.unflatten(0, (-1, width)).transpose(1, 2).contiguous()]
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
         """`torch.nn.functional.linear(input, weight, bias)`."""
-        output = product_of_blocks(input, self._blocks)
+        output = product_of_blocks(input, self.tensors[0])
         if output.shape[-1] != self._out_features:
             output = output[..., : self._out_features]
         return output if bias is None else output + bias
 
     def to_dense(self) -> Tensor:
         """The weight, to the bit."""
-        return self._blocks.transpose(1, 2).flatten(0, 1)[: self._out_features].contiguous()
+        return self.tensors[0].transpose(1, 2).flatten(0, 1)[: self._out_features].contiguous()
 
     @property
     def memory(self) -> tuple[int, int]:
         """See [`OneDnnLayout.memory`]."""
-        return self._blocks.data_ptr(), self._blocks.nbytes
+        return self.tensors[0].data_ptr(), self.tensors[0].nbytes
 
 
 def _product(input: Tensor, bias: Tensor | None, number: Tensor, out_features: int) -> Tensor:

@@ -1,0 +1,268 @@
+# Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
+"""Compiled programs are used by later processes, and by nobody who finds them changed, or writable by others."""
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from counting_compiler import drafter_of, generate
+from tiny_models import new_target, prompt
+from torch import nn
+
+import hf_falcon
+from hf_falcon.cpu import compiling, kept_programs, kept_rounds
+from hf_falcon.cpu.compiled_code import BuiltCode
+from hf_falcon.cpu.compiled_rounds import compiled, compiled_rounds_of
+from hf_falcon.cpu.kept_programs import Shelf, shelf_of
+from hf_falcon.cpu.programs import CannotBeBuilt, Program, flattened, kind_of
+
+needs_owner = pytest.mark.skipif(not hasattr(os, "getuid"), reason="files have no owner on this system")
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+DESCRIPTION = {"leaves": 0, "inputs": [], "ranges": [], "remainder": ["list"], "has_tuple": False}
+
+
+class Loaded:
+    """A program whose library is not loaded."""
+
+    def __init__(self, file, description):
+        self.data, self.description = Path(file).read_bytes(), description
+
+
+@pytest.fixture
+def shelf(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
+    monkeypatch.setattr(kept_programs, "Program", Loaded)
+    shelf = Shelf({"config": ["Llama 1"], "dtype": ["torch.float32"]})
+
+    def write(file):
+        file.write_bytes(b"a library")
+        return DESCRIPTION
+
+    assert not shelf.exists() and shelf.load("layer") is None
+    shelf.save("layer", write)
+    return shelf
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    found = []
+    for module in (kept_programs, kept_rounds):
+        monkeypatch.setattr(module.logger, "warning_once", found.append)
+    return found
+
+
+def test_a_program_is_there_for_the_same_state_only(shelf, warnings):
+    assert shelf.exists() and Shelf(shelf.state).load("layer").data == b"a library"
+    other = Shelf(shelf.state | {"dtype": ["torch.bfloat16"]})
+    assert not other.exists() and other.load("layer") is None and other.differences() == ["dtype"]
+    assert Shelf(shelf.state | {"config": ["Llama 2"]}).differences() == [] and not warnings
+
+
+def damage_program(folder):
+    (file,) = folder.glob("*.pt2")
+    file.write_bytes(b"another library")
+
+
+def damage_description(folder):
+    file = folder / "layer.json"
+    kept = json.loads(file.read_text())
+    file.write_text(json.dumps({**kept, "value": {**kept["value"], "leaves": 1}}))
+
+
+def cut_description(folder):
+    (folder / "layer.json").write_text('{"sha256": ')
+
+
+def open_folder(folder):
+    folder.chmod(0o777)
+
+
+def open_parent(folder):
+    folder.parent.chmod(0o775)
+
+
+def open_program(folder):
+    next(folder.glob("*.pt2")).chmod(0o666)
+
+
+def link_program(folder):
+    (file,) = folder.glob("*.pt2")
+    file.rename(folder / "elsewhere")
+    file.symlink_to(folder / "elsewhere")
+
+
+def remove_program(folder):
+    next(folder.glob("*.pt2")).unlink()
+
+
+@needs_owner
+@pytest.mark.parametrize(
+    "change",
+    [damage_program, damage_description, cut_description, open_folder, open_parent, open_program, link_program]
+    + [remove_program],
+    ids=lambda change: change.__name__,
+)
+def test_what_changed_or_others_can_write_is_not_loaded(change, shelf, warnings, monkeypatch):
+    change(shelf._folder)
+    monkeypatch.setattr(kept_programs, "Program", pytest.fail)
+    assert shelf.load("layer") is None
+    assert len(warnings) == 1 and "is not used" in warnings[0] and "tune --compile" in warnings[0]
+
+
+@needs_owner
+def test_what_another_user_owns_is_not_loaded(shelf, warnings, monkeypatch):
+    user = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    assert shelf.load("layer") is None and "another user" in warnings[0]
+
+
+@needs_owner
+def test_where_nothing_can_be_kept_the_program_runs_in_this_process(tmp_path, monkeypatch, warnings):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr(kept_programs, "Program", Loaded)
+    shelf = Shelf({"config": []})
+    assert shelf.save("layer", lambda file: file.write_bytes(b"x") and DESCRIPTION).data == b"x"
+    assert "not kept" in warnings[0] and not shelf.exists()
+
+
+def test_a_program_does_not_get_inputs_of_another_layout():
+    program = object.__new__(Program)
+    shape = [1, [1, "s0", 0], 4]
+    program._inputs = [
+        (torch.float32, [4], [1]),
+        (torch.float32, shape, [1, 4, 1]),
+        (torch.float32, [[3, "s0", 0]], [1]),
+    ]
+    program._ranges, program.leaves, program._fitted = {"s0": (2, 9)}, 1, None
+    good = [torch.zeros(1, 5, 4), torch.zeros(15)]
+    assert program.suits([torch.zeros(4)]) and program.fits(good) and program.fits(good)
+    assert (
+        not program.suits([torch.zeros(4).double()]) and not program.suits([torch.zeros(5)]) and not program.suits([])
+    )
+    for bad in (
+        [torch.zeros(1, 5, 4), torch.zeros(14)],
+        [torch.zeros(1, 1, 4), torch.zeros(3)],
+        [torch.zeros(1, 5, 4).double(), torch.zeros(15)],
+        [torch.zeros(1, 4, 5).transpose(1, 2), torch.zeros(15)],
+        [torch.zeros(1, 5, 8)[..., ::2], torch.zeros(15)],
+        [torch.zeros(1, 5, 4)],
+    ):
+        assert not program.fits(bad)
+
+
+def test_kinds():
+    target = new_target("llama")
+    first, second = target.model.layers
+    assert kind_of(first) == kind_of(second)
+    other = copy.deepcopy(second)
+    other.self_attn.scaling *= 2
+    assert kind_of(other) != kind_of(first)
+    assert kind_of(copy.deepcopy(second).bfloat16()) != kind_of(first)
+
+
+def test_arguments_that_are_no_tensors_are_compared():
+    def remainder(*values):
+        return flattened(values, [])
+
+    assert remainder(torch.zeros(1), True) == remainder(torch.ones(2), True) != remainder(torch.ones(2), False)
+    assert remainder(None) != remainder(torch.zeros(1)) and remainder({"a": 1}) != remainder({"b": 1})
+    with pytest.raises(CannotBeBuilt, match="Linear"):
+        remainder(nn.Linear(1, 1))
+
+
+def test_without_a_program_the_function_runs(shelf):
+    code = BuiltCode(lambda module, value: module(value), shelf, "linear")
+    linear, value = nn.Linear(2, 3), torch.ones(1, 2)
+    assert torch.equal(code(linear, value), linear(value)) and not code.load([linear])
+
+
+def test_a_target_of_which_nothing_is_kept_is_not_looked_up_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
+    (tmp_path / "compiled").mkdir()
+    looked_up = []
+    monkeypatch.setattr(kept_rounds, "shelf_of", lambda *args: looked_up.append(args) or shelf_of(*args))
+    target = new_target("llama")
+    for _ in range(2):
+        generate(target, prompt(9), drafter_of(target))
+    assert len(looked_up) == 1 and compiled_rounds_of(target) is None
+
+
+def test_kept_code_that_cannot_be_loaded_breaks_no_call(tmp_path, monkeypatch, warnings):
+    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
+    (tmp_path / "compiled").mkdir()
+
+    def fails(*args):
+        raise ZeroDivisionError("by zero")
+
+    monkeypatch.setattr(kept_rounds, "shelf_of", fails)
+    target = new_target("llama")
+    assert generate(target, prompt(9), drafter_of(target)) == generate(target, prompt(9))
+    assert len(warnings) == 1 and "by zero" in warnings[0]
+
+
+# A later process: what runs, and the text.
+_LATER = """
+import json, sys
+import torch
+from counting_compiler import drafter_of, generate
+from tiny_models import new_target, prompt
+from hf_falcon.cpu import compiled_code
+from hf_falcon.cpu.compiled_rounds import compiled
+ran, stock = [], compiled_code.Program.__call__
+compiled_code.Program.__call__ = lambda self, tensors: ran.append(1) or stock(self, tensors)
+target = new_target("llama").to(getattr(torch, sys.argv[1]))
+drafter = drafter_of(target, 3).to(target.dtype)
+text = generate(target, prompt(9), drafter)
+print(json.dumps({"ran": len(ran), "text": text, "passes": any(r.passes for r in compiled.values())}))
+"""
+
+
+def later(dtype):
+    here = Path(__file__).parents[1]
+    path = os.pathsep.join([str(here / "support"), str(here.parent / "src")])
+    done = subprocess.run(
+        [sys.executable, "-c", _LATER, dtype],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+@pytest.mark.slow
+@needs_owner
+@needs_compiler
+def test_a_later_process_runs_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
+    monkeypatch.setattr(compiling, "_takes_less", lambda *args: True)
+    target, tokens = new_target("llama"), prompt(9)
+    drafter, expected = drafter_of(target, 3), generate(target, tokens)
+    assert hf_falcon.compile_rounds(target, (4,), drafter=drafter) == [4]
+    assert compiled[target].shelf is not None and drafter in compiled[target].passes
+    assert generate(target, tokens, drafter) == expected
+    # After other weights were loaded as well: a program holds none.
+    other = new_target("llama", seed=3)
+    assert kept_rounds.rounds_for(other).sizes == [4]
+    assert generate(other, tokens, drafter_of(other, 3)) == generate(other, tokens)
+    # Another dtype has no program.
+    target.double()
+    assert compiled_rounds_of(target) is None
+
+    found, said = later("float32")
+    assert found["ran"] and found["passes"] and found["text"] == expected and "kept on this machine" in said
+    found, said = later("float64")
+    assert not found["ran"] and "dtype differ" in said
+    for file in tmp_path.rglob("layer-*.pt2"):
+        file.write_bytes(file.read_bytes()[:-1] + b"x")
+    found, said = later("float32")
+    assert not found["ran"] and found["text"] == expected and "is not used" in said
+    hf_falcon.uncompile_rounds(other)
+    assert kept_rounds.rounds_for(other) is None
