@@ -331,6 +331,17 @@ def test_the_buffer_is_bounded():
         assert found._buffer.records[-1].number >= 38
 
 
+def tensors_beside_the_buffer(found):
+    """The live tensors that are no part of the buffer's texts. What it counts dies with its names."""
+    gc.collect()
+    of_texts = set()
+    for record in found._buffer:
+        parts = [record.token_ids, record.features, *(score for _, score in record.scores.values())]
+        of_texts |= {id(part) for part in (*parts, *(each for path in record.rejected for each in path[1:]))}
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    return sum(type(each) in kinds and id(each) not in of_texts for each in gc.get_objects())
+
+
 def test_learning_keeps_no_tensors_but_those_of_its_buffer():
     target, drafter = pair()
     with learner(drafter, target, memory=0.02) as found:
@@ -339,13 +350,7 @@ def test_learning_keeps_no_tensors_but_those_of_its_buffer():
             for seed in range(start, start + 30):
                 call(target, drafter, seed)
             assert found.learn(4) == 4
-            gc.collect()
-            tensors = [each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter)]
-            of_texts = set()
-            for record in found._buffer:
-                parts = [record.token_ids, record.features, *(score for _, score in record.scores.values())]
-                of_texts |= {id(part) for part in (*parts, *(each for path in record.rejected for each in path[1:]))}
-            counts.append(sum(id(each) not in of_texts for each in tensors))
+            counts.append(tensors_beside_the_buffer(found))
     # Weights that draft are others than those of the start after the first replacement.
     assert max(counts[1:]) <= counts[0] + len(list(drafter.parameters()))
 
