@@ -33,7 +33,7 @@ from hf_falcon.bench.acceptance import Inputs, decode
 from hf_falcon.bench.prompts import read_turns
 from hf_falcon.commands.models import encode, load_drafter, load_target
 
-# 10 forms of 20 topics.
+# 10 forms of 24 topics.
 FORMS = [
     "Erkläre einem Kind, was {} ist.",
     "Schreibe eine kurze Geschichte über {}.",
@@ -67,6 +67,10 @@ TOPICS = [
     "die Brücke",
     "das Salz",
     "der Winter",
+    "das Feuer",
+    "der Kaffee",
+    "die Post",
+    "das Museum",
 ]
 # The tree of every comparison.
 TREE = {"num_assistant_tokens": 8, "num_draft_passes": 3, "context_bonuses": ()}

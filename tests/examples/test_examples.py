@@ -252,3 +252,24 @@ def test_learn_while_serving_resumes(models, monkeypatch, capsys, tmp_path):
     assert rows == [json.loads(line) for line in (tmp_path / "curve.jsonl").read_text().splitlines()]
     # The second run went on from the weights and the texts of the first.
     assert "in 6 calls" in capsys.readouterr().out
+
+
+def test_learning_memory(monkeypatch, capsys):
+    script = example("learning_memory")
+    words = ["--calls", "90", "--every", "30", "--memory", "0.02"]
+    monkeypatch.setattr("sys.argv", ["learning_memory.py", *words])
+    rows = script.main()
+    assert [row["calls"] for row in rows] == [0, 30, 60, 90]
+    # The buffer is full after the first 30 calls.
+    assert all(0 < row["texts"] <= 0.02 for row in rows[1:])
+    assert rows[3]["tensors"] <= 1.5 * rows[1]["tensors"]
+    assert len(capsys.readouterr().out.splitlines()) == 5
+
+
+def test_learning_cost(models, monkeypatch, capsys):
+    script = example("learning_cost")
+    models(script)
+    monkeypatch.setattr("sys.argv", ["learning_cost.py", "--pairs", "2", "--max_new_tokens", "8"])
+    assert script.main() > 0
+    # Half of the calls are watched, the first three pairs too.
+    assert "in 5 calls" in capsys.readouterr().out

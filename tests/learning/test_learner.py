@@ -331,6 +331,48 @@ def test_the_buffer_is_bounded():
         assert found._buffer.records[-1].number >= 38
 
 
+def tensors_beside_the_buffer(found):
+    """The live tensors that are no part of the buffer's texts. What it counts dies with its names."""
+    gc.collect()
+    of_texts = set()
+    for record in found._buffer:
+        parts = [record.token_ids, record.features, *(score for _, score in record.scores.values())]
+        of_texts |= {id(part) for part in (*parts, *(each for path in record.rejected for each in path[1:]))}
+    kinds = (torch.Tensor, torch.nn.Parameter)
+    return sum(type(each) in kinds and id(each) not in of_texts for each in gc.get_objects())
+
+
+def test_learning_keeps_no_tensors_but_those_of_its_buffer():
+    target, drafter = pair()
+    with learner(drafter, target, memory=0.02) as found:
+        counts = []
+        for start in range(0, 120, 30):
+            for seed in range(start, start + 30):
+                call(target, drafter, seed)
+            assert found.learn(4) == 4
+            counts.append(tensors_beside_the_buffer(found))
+    # Weights that draft are others than those of the start after the first replacement.
+    assert max(counts[1:]) <= counts[0] + len(list(drafter.parameters()))
+
+
+def test_texts_of_all_lengths_are_learnt_from_in_few_sizes(monkeypatch):
+    target, drafter = pair()
+    layers, sizes = type(drafter).run_layers, set()
+
+    def run_layers(self, hidden_states, *args, **kwargs):
+        sizes.add(hidden_states.shape[1])
+        return layers(self, hidden_states, *args, **kwargs)
+
+    with learner(drafter, target, held_out=0.3) as found:
+        for length in range(5, 45):
+            target.generate(prompt(length, seed=length), assistant_model=drafter, **CALL)
+        lengths = {len(record.token_ids) for record in found._buffer.records}
+        monkeypatch.setattr(type(drafter), "run_layers", run_layers)
+        assert found.learn(8) == 8
+    # oneDNN keeps the code that it makes for a size, also after the call.
+    assert len(lengths) > 10 and sizes <= {32, 64, 96}
+
+
 def test_a_long_call_is_recorded_in_part():
     target, drafter = pair()
     with learner(drafter, target, longest=10, held_out=0.01) as found:

@@ -20,6 +20,9 @@ _OF_ONE_PROMPT = 4
 HELD_OUT_TEXTS, _NEWEST_SHARE = 32, 0.1
 # Positions of a forward in training, at most: it is not interrupted.
 MOST_ROWS = 256
+# The positions of a batch are a multiple of this. oneDNN makes and keeps code for each size of a product: some hundred
+# kilobytes and milliseconds, for each layer.
+ROWS_MULTIPLE = 32
 # Positions of the text before rejected tokens that are learnt from with them.
 _CONTEXT_ROWS = 12
 # Rejected paths in a forward.
@@ -120,12 +123,13 @@ def _batch(
 ) -> DraftBatch:
     pad = torch.nn.utils.rnn.pad_sequence
     lengths = torch.tensor([len(each) for each in token_ids])
-    ids = pad(token_ids, batch_first=True)
+    missing = -int(lengths.max()) % ROWS_MULTIPLE
+    ids = torch.nn.functional.pad(pad(token_ids, batch_first=True), (0, missing))
     return DraftBatch(
-        pad(features, batch_first=True).to(device),
+        torch.nn.functional.pad(pad(features, batch_first=True), (0, 0, 0, missing)).to(device),
         ids.to(device),
         (torch.arange(ids.shape[1]) < lengths[:, None]).to(device),
-        pad(response, batch_first=True).to(device),
+        torch.nn.functional.pad(pad(response, batch_first=True), (0, missing)).to(device),
         number + torch.arange(len(token_ids)),
     )
 
