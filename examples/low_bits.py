@@ -6,8 +6,8 @@ its tokens, whether rows depend on each other, what the probe says, and the spee
     OMP_NUM_THREADS=2 python examples/low_bits.py --data mt_bench.jsonl humaneval.jsonl gsm8k.jsonl --limit 2
 
 The linear layers of the decoder's layers are replaced, but for those whose number of inputs is no multiple of 32. The
-products are torch's own; with `--torchao`, those of torchao's weights are measured as well. All are timed in turns. Two
-minutes on two cores.
+products are torch's own; with `--torchao`, those of torchao's weights are measured as well. All are timed in turns.
+Two minutes on two cores.
 """
 
 import argparse
