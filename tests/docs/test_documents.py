@@ -110,6 +110,9 @@ def test_command(words, parse_only):
         # A path of the project that is named is there; `.venv` is made by make.
         paths = [word for word in arguments if "/" in word and not word.startswith((".venv", "http"))]
         assert all((ROOT / path).exists() for path in paths)
+    elif program == "npm":
+        # The package that the example asks for.
+        assert arguments[-1] in (ROOT / "examples" / "llama_cpp.py").read_text()
     elif program.startswith("."):
         assert (ROOT / program).is_file()
     else:

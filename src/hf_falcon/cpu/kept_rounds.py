@@ -30,7 +30,8 @@ _lock = threading.Lock()
 
 def rounds_for(target: PreTrainedModel) -> CompiledRounds | None:
     """The compiled rounds of a target; at its first call also those that `hf-falcon tune --compile` kept."""
-    if target not in compiled:
+    # First whether there is a folder: the state of a target takes a walk over its modules.
+    if target not in compiled and _may_be_kept(target):
         _once(target, None, lambda: _load_rounds(target))
     return compiled_rounds_of(target)
 
@@ -79,7 +80,7 @@ def _may_be_kept(model: Any) -> bool:
 
 def _load_rounds(target: PreTrainedModel) -> None:
     # Inside `row_invariant` only code runs that this process has compared with uncompiled code.
-    if not _may_be_kept(target) or is_row_invariant(target):
+    if is_row_invariant(target):
         return
     shelf, name = shelf_of(target), type(target).__name__
     if not shelf.exists():
