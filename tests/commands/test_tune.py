@@ -7,13 +7,14 @@ import pytest
 import torch
 from eagle3_models import REFERENCES, new_eagle3, reference_target, write_original
 from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
-from transformers import GenerationConfig
+from transformers import AutoModelForCausalLM, GenerationConfig
 
 from hf_falcon import AutoDrafter, cost_files
 from hf_falcon.bench import tuning
 from hf_falcon.commands import tune
 from hf_falcon.core.costs import CostKey
 from hf_falcon.core.draft_options import DraftOptions
+from hf_falcon.cpu.kept_programs import shelf_of
 from hf_falcon.cpu.packing import is_packed
 
 
@@ -86,18 +87,7 @@ def test_a_drafter_that_does_not_know_its_layers_yet():
 
 
 def test_times_of_packed_weights(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path / "cache"))
-    target = tiny_target("llama")
-    target.save_pretrained(tmp_path / "target")
-    tiny_tokenizer().save_pretrained(tmp_path / "target")
-    tiny_drafter(target, num_assistant_tokens=5, num_draft_passes=2).save_pretrained(tmp_path / "drafter")
-    words = f"--target {tmp_path}/target --drafter {tmp_path}/drafter --context 20 --max_new_tokens 8 --seconds 0.2"
-    assert tune.main([*words.split(), "--pack", "--dtype", "float32", "--device", "cpu"]) == 0
-    assert json.loads((tmp_path / "drafter" / "tune.json").read_text())["packed"] is True
-
-
-def test_compiling_while_tuning(tmp_path, monkeypatch):
-    """`--compile` compiles both models, packed first, before the times are measured."""
+    """With `--compile` the packed models are compiled before, and the code is offered to later processes."""
     monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path / "cache"))
     target = tiny_target("llama")
     target.save_pretrained(tmp_path / "target")
@@ -109,8 +99,13 @@ def test_compiling_while_tuning(tmp_path, monkeypatch):
     )
     monkeypatch.setattr(tune, "tune", lambda *args: events.append("timed") or tuning.tune(*args))
     words = f"--target {tmp_path}/target --drafter {tmp_path}/drafter --context 20 --max_new_tokens 8 --seconds 0.2"
-    assert tune.main([*words.split(), "--pack", "--compile", "--dtype", "float32", "--device", "cpu"]) == 0
-    assert events == [(True, True), "timed"]
+    words += " --pack --dtype float32 --device cpu"
+    assert tune.main(words.split()) == 0
+    assert json.loads((tmp_path / "drafter" / "tune.json").read_text())["packed"] is True
+    shelf = shelf_of(AutoModelForCausalLM.from_pretrained(tmp_path / "target"), packed=True)
+    assert events == ["timed"] and not shelf.is_offered
+    assert tune.main([*words.split(), "--compile"]) == 0
+    assert events[1:] == [(True, True), "timed"] and shelf.is_offered
 
 
 @pytest.mark.parametrize("most, expected", [(6, [6, 3, 1]), (2, [2, 1]), (1, [])])

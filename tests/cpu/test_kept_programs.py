@@ -60,7 +60,9 @@ def warnings(monkeypatch):
 def test_a_program_is_there_for_the_same_state_only(shelf, warnings):
     assert shelf.exists() and Shelf(shelf.state).load("layer").data == b"a library"
     other = Shelf(shelf.state | {"dtype": ["torch.bfloat16"]})
-    assert not other.exists() and other.load("layer") is None and other.differences() == ["dtype"]
+    assert not other.exists() and other.load("layer") is None and other.differences() == []
+    shelf.offer()
+    assert shelf.is_offered and not other.is_offered and other.differences() == ["dtype"]
     assert Shelf(shelf.state | {"config": ["Llama 2"]}).differences() == [] and not warnings
 
 
@@ -157,6 +159,16 @@ def test_a_program_does_not_get_inputs_of_another_layout():
         assert not program.fits(bad)
 
 
+def test_a_target_that_is_not_packed_yet_finds_what_is_for_packed_weights(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
+    target = new_target("llama")
+    with hf_falcon.packed_weights(target):
+        kept_rounds.offer_rounds(target)
+    assert kept_rounds.offers_packed_rounds(target)
+    kept_rounds.offer_rounds(target)
+    assert not kept_rounds.offers_packed_rounds(target)
+
+
 def test_kinds():
     target = new_target("llama")
     first, second = target.model.layers
@@ -248,7 +260,11 @@ def test_a_later_process_runs_them(tmp_path, monkeypatch):
     assert hf_falcon.compile_rounds(target, (4,), drafter=drafter) == [4]
     assert compiled[target].shelf is not None and drafter in compiled[target].passes
     assert generate(target, tokens, drafter) == expected
-    # After other weights were loaded as well: a program holds none.
+    # Other processes, and other targets of this one, run it once it is offered.
+    other = new_target("llama", seed=3)
+    assert kept_rounds.rounds_for(other) is None and not later("float32")[0]["ran"]
+    kept_rounds.offer_rounds(target)
+    # A program holds no weights.
     other = new_target("llama", seed=3)
     assert kept_rounds.rounds_for(other).sizes == [4]
     assert generate(other, tokens, drafter_of(other, 3)) == generate(other, tokens)

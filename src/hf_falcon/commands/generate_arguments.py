@@ -47,7 +47,7 @@ class ModelArguments:
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, PreTrainedModel | None]:
         """The target, its tokenizer and the drafter, `None` for plain decoding; packed and compiled as asked for."""
         from ..cpu.compiling import compile_rounds
-        from ..cpu.kept_rounds import keeps_packed_rounds
+        from ..cpu.kept_rounds import offers_packed_rounds
         from ..cpu.packing import pack_weights
         from .models import load_drafter, load_target, resolve_device, resolve_dtype
 
@@ -56,7 +56,7 @@ class ModelArguments:
         target, tokenizer = load_target(self.target, dtype, device)
         drafter = None if self.plain else load_drafter(self.drafter, dtype, device, target)
         # What `hf-falcon tune --compile --pack` kept.
-        if self.pack or (drafter is not None and not self.compile and keeps_packed_rounds(target)):
+        if self.pack or (drafter is not None and not self.compile and offers_packed_rounds(target)):
             for model in filter(None, (target, drafter)):
                 pack_weights(model)
         if self.compile:

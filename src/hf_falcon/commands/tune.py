@@ -14,6 +14,7 @@ from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..bench.tuning import fastest_count, picture, tune
 from ..cpu.compiling import compile_rounds
+from ..cpu.kept_rounds import offer_rounds
 from ..cpu.packing import pack_weights
 from ..training.chat_templates import template_variables
 from ..training.token_file import write_atomically
@@ -39,6 +40,7 @@ def main(argv: list[str]) -> int:
     if arguments.compile:
         print("Compiling rounds, for this and later processes.", file=sys.stderr, flush=True)
         compile_rounds(target, drafter=drafter)
+        offer_rounds(target)
     variables = template_variables(arguments.chat_template_kwargs)
     note_other_variables(drafter, variables)
     prompts = [encode(tokenizer, text, device, variables) for text in texts]

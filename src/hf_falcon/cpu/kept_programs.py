@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.utils import logging
@@ -34,6 +35,8 @@ logger = logging.get_logger(__name__)
 
 # Of the descriptions; of a program some megabytes are usual.
 _LARGEST_DESCRIPTION, _LARGEST_PROGRAM = 2**20, 2**29
+# The note that code is used without being asked for.
+_OFFER = "offer"
 # Folders of other states that are looked at to say what differs.
 _MOST_OTHERS = 64
 
@@ -57,6 +60,15 @@ class Shelf:
             return (self._folder / "state.json").is_file()
         except OSError:
             return False
+
+    def offer(self) -> None:
+        """From now on later processes use what is kept for this state without being asked."""
+        self.take_note(_OFFER, {})
+
+    @property
+    def is_offered(self) -> bool:
+        """Whether `offer` was called for this state, in any process."""
+        return self.note(_OFFER) is not None
 
     def load(self, name: str) -> Program | None:
         """The program of that name, or `None`: also, with a warning, if its file is damaged or may be another's."""
@@ -119,13 +131,15 @@ class Shelf:
             logger.warning_once(f"Compiled code is not kept in {self._folder}: {error}.")
 
     def differences(self) -> list[str]:
-        """What is different in the states that code of the same model is kept for, if none is kept for this one."""
+        """What is different in the states of the same model that code is offered for, if none is for this one."""
         found: set[str] = set()
         try:
             folders = sorted(self._folder.parent.iterdir())[:_MOST_OTHERS]
         except OSError:
             return []
         for folder in folders:
+            if not (folder / f"{_OFFER}.json").is_file():
+                continue
             try:
                 other = read_json(folder / "state.json", max_bytes=_LARGEST_DESCRIPTION, max_depth=32)
             except (OSError, ValueError, KeyError, TypeError):
@@ -176,10 +190,12 @@ def shelf_of(target: PreTrainedModel, drafter: Any = None, packed: bool | None =
         packed (`bool`, *optional*): of packed weights or not; as the models are, if left out.
     """
     models = [target] if drafter is None else [target, drafter]
+    # Packing replaces the class of linear layers; the state says by itself whether they are packed.
+    kinds = {nn.Linear if isinstance(part, nn.Linear) else type(part) for model in models for part in model.modules()}
     return Shelf(
         {
             "config": [_config_of(model) for model in models],
-            "source": sorted({_source_of(type(part).__module__) for model in models for part in model.modules()}),
+            "source": sorted({_source_of(kind.__module__) for kind in kinds}),
             "attention": [attention_implementation(model.config) for model in models],
             "dtype": [str(model.dtype) for model in models],
             "packing": [is_packed(model) if packed is None else packed for model in models],

@@ -1,5 +1,8 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Compiled rounds that an earlier process built: the first call with a drafter loads them, and says so once."""
+"""
+Compiled rounds that `hf-falcon tune --compile` built: the first call with a drafter loads them, and says so once. What
+only `compile_rounds` kept waits for the next `compile_rounds`: a script does not change how others round.
+"""
 
 from __future__ import annotations
 
@@ -49,11 +52,16 @@ def decline(target: PreTrainedModel) -> None:
     _tried.setdefault(target, set()).add(None)
 
 
-def keeps_packed_rounds(target: PreTrainedModel) -> bool:
-    """Whether compiled rounds are kept for a target with packed weights, and none for the target as it is."""
+def offer_rounds(target: PreTrainedModel) -> None:
+    """Later processes use the rounds that are kept for a target as it is now, without being asked."""
+    shelf_of(target).offer()
+
+
+def offers_packed_rounds(target: PreTrainedModel) -> bool:
+    """Whether compiled rounds are offered for a target with packed weights, and none for the target as it is."""
     if not _may_be_kept(target) or is_packed(target):
         return False
-    return shelf_of(target, packed=True).exists() and not shelf_of(target).exists()
+    return shelf_of(target, packed=True).is_offered and not shelf_of(target).is_offered
 
 
 def _once(model: nn.Module, about: object, load: Callable[[], None]) -> None:
@@ -83,7 +91,7 @@ def _load_rounds(target: PreTrainedModel) -> None:
     if is_row_invariant(target):
         return
     shelf, name = shelf_of(target), type(target).__name__
-    if not shelf.exists():
+    if not shelf.is_offered:
         if different := shelf.differences():
             logger.warning_once(
                 f"The compiled code that is kept for {name} was compiled for another state ({', '.join(different)} "
@@ -100,8 +108,8 @@ def _load_rounds(target: PreTrainedModel) -> None:
     rounds.sizes = sorted(size for size, is_faster in rounds.is_faster.items() if is_faster)
     compiled[target] = rounds
     logger.warning_once(
-        f"Rounds of {name} run compiled code that `compile_rounds` kept on this machine. Outputs differ by rounding; "
-        "`hf_falcon.uncompile_rounds(target)` switches it off."
+        f"Rounds of {name} run compiled code that `hf-falcon tune --compile` kept on this machine. Outputs differ by "
+        "rounding; `hf_falcon.uncompile_rounds(target)` switches it off."
     )
 
 
