@@ -2,7 +2,6 @@
 """The examples that measure or compare, on a tiny target."""
 
 import contextlib
-import copy
 import io
 import json
 import os
@@ -282,7 +281,7 @@ def test_llama_cpp_writes_the_weights_of_the_target(tmp_path, monkeypatch):
 
 
 def test_oracle_bound(workplace, tmp_path, monkeypatch, capsys):
-    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
     tokenizer.save_pretrained(workplace / "target")
     words = ["--turns", "1", "--rounds", "3", "--nodes", "8", "--passes", "2"]

@@ -1,7 +1,6 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """Servers of tiny models, on free ports of this machine."""
 
-import copy
 import socket
 import threading
 from collections.abc import Iterator
@@ -14,7 +13,7 @@ from tiny_models import tiny_tokenizer
 
 def chat_tokenizer():
     """The tiny tokenizer with a chat template."""
-    tokenizer = copy.deepcopy(tiny_tokenizer())
+    tokenizer = tiny_tokenizer()
     tokenizer.chat_template = TEMPLATE
     return tokenizer
 
