@@ -189,6 +189,15 @@ def test_prose_is_plain(document):
     assert [match.group() for match in re.finditer(rf".{{0,40}}{UNWANTED}", text)] == []
 
 
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_no_paragraph_stands_twice(document):
+    # A wrong edit once doubled half of a card. Commands and tables may repeat.
+    text = re.sub(r"^```.*?^```", "", (ROOT / document).read_text(), flags=re.DOTALL | re.MULTILINE)
+    paragraphs = [" ".join(each.split()) for each in text.split("\n\n")]
+    long = [each for each in paragraphs if len(each) > 200 and not each.startswith("|")]
+    assert sorted(each[:80] for each in long if long.count(each) > 1) == []
+
+
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """Folders of a tiny target with a tokenizer for chats, and of its drafter."""
