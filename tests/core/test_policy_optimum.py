@@ -63,7 +63,8 @@ def ratio_of(machine, drafter: Drafter, answers: int, tokens: int, skipped: int 
 def test_near_the_optimum(machine, drafter):
     """No fixed tree is much better. A policy that looks at each round may be better than all."""
     best = best_fixed_rate(MACHINES[machine], DRAFTERS[drafter], rounds=100)
-    assert ratio_of(lambda _: MACHINES[machine], DRAFTERS[drafter], 4, 200, skipped=1) >= 0.92 * best
+    found = ratio_of(lambda _: MACHINES[machine], DRAFTERS[drafter], 4, 200, skipped=1, seeds=3)
+    assert found >= 0.95 * best
 
 
 @pytest.mark.parametrize("drafter", ["random", "wrong"])

@@ -34,7 +34,7 @@ _UNMEASURED_PASS = 0.1
 # A coarse clock may say 0.
 _LEAST = 1e-4
 # Rounds between two plain steps where everything is drafted: at first, and at most, doubling. They give the unit.
-_SHORTEST_INTERVAL, _LONGEST_INTERVAL = 8, 64
+_SHORTEST_INTERVAL, _LONGEST_INTERVAL = 16, 64
 
 
 class Stopwatch:
