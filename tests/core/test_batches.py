@@ -19,6 +19,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from hf_falcon.batches import StepNoise
+from hf_falcon.core.decoding import common_size
 from hf_falcon.core.verification import TokenSequence
 
 LENGTHS = (5, 11, 1, 8)
@@ -358,3 +359,24 @@ def test_pipeline(settings):
         return made(texts, max_new_tokens=20, **settings)
 
     assert generate(assistant_model=tiny_drafter(target)) == generate()
+
+
+def gains_of(*rows):
+    return torch.tensor(rows)
+
+
+def test_one_row_alone_takes_what_pays_most():
+    assert common_size(gains_of([0.0, 0.4, 0.9, 0.7, -torch.inf]), torch.tensor([1000])) == 2
+
+
+def test_a_batch_is_as_slow_as_its_slowest_row():
+    """Where a single row would gain, all rows would wait for it."""
+    ahead, waiting = [0.0, 4.0, 8.0], [0.0, -1.0, -2.0]
+    equal = torch.tensor([16, 16, 16, 16])
+    assert sum(gains_of(ahead, waiting, waiting, waiting)[:, 2]) > 0
+    assert common_size(gains_of(ahead, waiting, waiting, waiting), equal) == 0
+    # It is the slowest, or all gain.
+    assert common_size(gains_of(ahead, waiting, waiting, waiting), torch.tensor([64, 16, 16, 16])) == 2
+    assert common_size(gains_of(ahead, ahead, ahead, ahead), equal) == 2
+    # While much is left any row may turn out to be the slowest.
+    assert common_size(gains_of(ahead, waiting, waiting, waiting), 100 * equal) == 2

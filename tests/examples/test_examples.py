@@ -273,3 +273,18 @@ def test_learning_cost(models, monkeypatch, capsys):
     assert script.main() > 0
     # Half of the calls are watched, the first three pairs too.
     assert "in 5 calls" in capsys.readouterr().out
+
+
+def test_batches(models, monkeypatch, capsys, tmp_path):
+    script = example("batches")
+    target, tokenizer, _ = models(script)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(0)
+    monkeypatch.setattr(script, "load_target", lambda *_: (target, tokenizer))
+    prompts = [{"turns": [text]} for text in ("Why?", "What is rain?", "Tell me a story.", "Who?", "Count.")]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(each) + "\n" for each in prompts))
+    words = ["--data", tmp_path / "prompts.jsonl", "--limit", "5", "--rows", "1", "2", "--max_new_tokens", "8"]
+    monkeypatch.setattr("sys.argv", ["batches.py", *map(str, words)])
+    script.main()
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
+    # In float32 all texts are plain decoding's. The fifth prompt fills no batch of two.
+    assert [(row[0], row[1], row[-1]) for row in rows] == [("1", "5", "5/5"), ("2", "2", "2/2")]
