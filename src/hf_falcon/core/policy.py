@@ -38,7 +38,7 @@ _LONGEST_SINGLE = 8
 # From this probability on, a looked-up token decides a round's outcome more than drafting does.
 _LIKELY = 0.3
 # Nodes that a tree may have before any tree was timed.
-_FIRST_NODES = 3
+_FIRST_NODES = 5
 
 
 class Share:
