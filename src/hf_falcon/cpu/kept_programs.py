@@ -25,9 +25,9 @@ from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
 from .. import __version__
-from ..checkpoint_files import read_json
 from ..core.hook import attention_implementation
 from ..cost_files import cache_folder
+from ..json_files import read_json
 from .packing import is_packed
 from .programs import Program
 
