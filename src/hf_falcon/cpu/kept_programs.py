@@ -51,8 +51,9 @@ class Shelf:
 
     def __init__(self, state: dict[str, Any]):
         self.state = state
-        digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:32]
-        self._folder = cache_folder() / "compiled" / digest
+        # The same in all processes.
+        self.name = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:32]
+        self._folder = cache_folder() / "compiled" / self.name
 
     def exists(self) -> bool:
         """Whether anything is kept for this state."""
