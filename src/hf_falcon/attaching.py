@@ -17,7 +17,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from .core.hook import default_generation_params, is_drafter, register_finder
-from .cpu.background_builds import build_in_background, end_build
+from .cpu.background_builds import build_in_background, check_background_build, end_build
 from .drafters.lookup_drafter import LOOKUP
 from .drafters.mtp import MTP, MtpDrafter
 from .learning.learner import learner_of, start_learning
@@ -91,10 +91,12 @@ def attach(
         )
     drafter.check_target(target)
     if compile:
-        build_in_background(target, drafter)
+        check_background_build(target)
     if learn is not False:
         start_learning(drafter, target, learn)
     _attached[target] = drafter
+    if compile:
+        build_in_background(target, drafter)
 
 
 def detach(target: PreTrainedModel) -> None:

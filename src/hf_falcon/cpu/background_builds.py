@@ -166,7 +166,6 @@ _changed = threading.Condition()
 # One build is started at a time.
 _starting = threading.Lock()
 _calls = 0
-_is_observing = False
 
 
 def build_in_background(target: PreTrainedModel, drafter: Any = None, source: str | None = None) -> bool:
@@ -186,8 +185,7 @@ def build_in_background(target: PreTrainedModel, drafter: Any = None, source: st
     Raises:
         `ValueError`: if no code can be built for the target in the background, with the reason.
     """
-    global _is_observing
-    _check(target, source)
+    check_background_build(target, source)
     # Only passes of this kind can be compiled, and a drafter that is nowhere on disk cannot be loaded.
     if not isinstance(drafter, CompilableDrafter) or not getattr(drafter, "name_or_path", None):
         drafter = None
@@ -200,11 +198,35 @@ def build_in_background(target: PreTrainedModel, drafter: Any = None, source: st
             return False
         expect_rounds(target)
         _builds[target] = build = BackgroundBuild(target, drafter, _request(target, drafter, source))
-        if not _is_observing:
-            observe_calls(_paused_builds)
-            _is_observing = True
         build.thread.start()
     return True
+
+
+def check_background_build(target: PreTrainedModel, source: str | None = None) -> None:
+    """
+    Checks whether code can be built for a target in the background.
+
+    Args:
+        target, source: see [`build_in_background`].
+
+    Raises:
+        `ValueError`: if not, with the reason.
+    """
+    kind, reason = type(target), None
+    remedy = "Call `hf_falcon.compile_rounds(target, drafter=drafter)`, or leave `compile` out."
+    if target.device.type != "cpu":
+        reason = f"it is on {target.device}, and only code for a CPU is built so"
+    elif not hasattr(os, "killpg") or not hasattr(os, "getuid"):
+        reason = "no compiled code is kept on this system"
+    elif is_row_invariant(target):
+        reason = "inside `row_invariant` each process compiles, and compares, its own code"
+    elif not kind.__module__.startswith("transformers."):
+        reason = f"its class is of {kind.__module__}, and not one of transformers"
+    elif source is None and not target.name_or_path:
+        reason = "it was not loaded from a folder or the Hub"
+    if reason is not None:
+        raise ValueError(f"The code of {kind.__name__} cannot be built in the background: {reason}. {remedy}")
+    check_whether_possible(target)
 
 
 def end_build(target: PreTrainedModel) -> None:
@@ -212,6 +234,11 @@ def end_build(target: PreTrainedModel) -> None:
     build = _builds.pop(target, None)
     if build is not None:
         build.end()
+
+
+def install() -> None:
+    """Counts the calls that run, also those that have begun before the first build."""
+    observe_calls(_paused_builds)
 
 
 def background_build(target: PreTrainedModel) -> BackgroundBuild | None:
@@ -237,24 +264,6 @@ def _paused_builds(drafter: Any, target: PreTrainedModel) -> Iterator[None]:
                 for build in list(_builds.values()):
                     build.signal(signal.SIGCONT)
                 _changed.notify_all()
-
-
-def _check(target: PreTrainedModel, source: str | None) -> None:
-    kind, reason = type(target), None
-    remedy = "Call `hf_falcon.compile_rounds(target, drafter=drafter)`, or leave `compile` out."
-    if target.device.type != "cpu":
-        reason = f"it is on {target.device}, and only code for a CPU is built so"
-    elif not hasattr(os, "killpg") or not hasattr(os, "getuid"):
-        reason = "no compiled code is kept on this system"
-    elif is_row_invariant(target):
-        reason = "inside `row_invariant` each process compiles, and compares, its own code"
-    elif not kind.__module__.startswith("transformers."):
-        reason = f"its class is of {kind.__module__}, and not one of transformers"
-    elif source is None and not target.name_or_path:
-        reason = "it was not loaded from a folder or the Hub"
-    if reason is not None:
-        raise ValueError(f"The code of {kind.__name__} cannot be built in the background: {reason}. {remedy}")
-    check_whether_possible(target)
 
 
 def _request(target: PreTrainedModel, drafter: Any, source: str | None) -> dict[str, Any]:
