@@ -17,6 +17,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
 from .core.hook import default_generation_params, is_drafter, register_finder
+from .cpu.background_builds import build_in_background, check_background_build, end_build
 from .drafters.lookup_drafter import LOOKUP
 from .drafters.mtp import MTP, MtpDrafter
 from .learning.learner import learner_of, start_learning
@@ -38,6 +39,7 @@ def attach(
     target: PreTrainedModel,
     drafter: PreTrainedModel | str | os.PathLike[str] = LOOKUP,
     learn: bool | str | os.PathLike[str] | LearningOptions = False,
+    compile: bool = False,
 ) -> None:
     """
     Makes `target.generate` draft without an argument, also where a pipeline or transformers' server calls it. It
@@ -62,10 +64,16 @@ def attach(
             dtype and on its device.
         learn (`bool`, `str`, `os.PathLike` or [`LearningOptions`], *optional*, defaults to `False`):
             Whether the drafter learns from the calls ([`Learner`]); a folder to keep what it learns in; or options.
+        compile (`bool`, *optional*, defaults to `False`):
+            On a CPU, whether rounds run compiled code ([`compile_rounds`]) as soon as there is some: at once if it is
+            kept on this machine, or once a child process has built it from the folder or the Hub's cache that the
+            target was loaded from. The child stands still during calls with a drafter, and ends with this process or
+            with [`detach`]. A build that fails is one warning. Later processes use the code without being asked.
 
     Raises:
         `TypeError`: if the target is not a transformers model that generates, or the drafter is another model.
-        `ValueError`: if the drafter was made for another target, or cannot learn.
+        `ValueError`: if the drafter was made for another target, or cannot learn; with `compile`, if no code can be
+            built in the background, such as on another device than a CPU and inside `row_invariant`.
     """
     if not isinstance(target, PreTrainedModel) or not isinstance(target, GenerationMixin):
         raise TypeError(
@@ -82,18 +90,24 @@ def attach(
             "name or the folder of one. A smaller language model drafts as `hf_falcon.CausalLMDrafter(model)`."
         )
     drafter.check_target(target)
+    if compile:
+        check_background_build(target)
     if learn is not False:
         start_learning(drafter, target, learn)
     _attached[target] = drafter
+    if compile:
+        build_in_background(target, drafter)
 
 
 def detach(target: PreTrainedModel) -> None:
     """
-    Undoes [`attach`], and ends the learning of the drafter. Nothing happens if no drafter is attached.
+    Undoes [`attach`], and ends the learning of the drafter and a build of compiled code. Nothing happens if no drafter
+    is attached.
 
     Args:
         target ([`PreTrainedModel`]): the target.
     """
+    end_build(target)
     drafter = _attached.pop(target, None)
     if drafter is not None and (learner := learner_of(drafter)) is not None:
         learner.close()

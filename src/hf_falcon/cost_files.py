@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
-from .checkpoint_files import read_json, weights_fingerprint
+from .checkpoint_files import weights_fingerprint
 from .core.costs import CostKey
 from .core.interfaces import register_part
+from .json_files import read_json
 
 logger = logging.get_logger(__name__)
 

@@ -25,7 +25,7 @@ from .core.drafter import DraftModel, FalconDraftModel
 from .core.hook import disable, enable, install
 from .core.interfaces import DraftedBlocks, Drafter, DraftHead, DraftSession
 from .core.tree import DraftTree, DynamicTree
-from .cpu import backend
+from .cpu import backend, background_builds
 from .cpu.compiling import compile_rounds, compiled_rounds, uncompile_rounds
 from .cpu.packing import pack_weights, packed_weights, unpack_weights
 from .cpu.row_invariant import row_invariant
@@ -80,6 +80,7 @@ AutoConfig.register(FalconDraftConfig.model_type, FalconDraftConfig, exist_ok=Tr
 AutoModel.register(FalconDraftConfig, FalconDraftModel, exist_ok=True)
 install()
 backend.install()
+background_builds.install()
 falcon_files.install()
 for part in (
     allowed_tokens,

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from eagle3_models import REFERENCES
+from hub_server import TOKEN, USER, running_hub
 
 import hf_falcon
 from hf_falcon.commands import main as entry
@@ -53,6 +55,40 @@ def test_the_help_of_a_command_imports_nothing_heavy(tmp_path, name):
     assert result.returncode == 0 and f"usage: hf-falcon {name}" in result.stdout
     heavy = ["torch", "transformers"] if name == "train" else []
     assert result.stderr.splitlines()[-1].split()[1:] == heavy
+
+
+# A drafter of each method and layout.
+DESCRIBED = [Path(SOURCE).parent / "hub_cards" / "falcon-draft-smollm2-135m-instruct"]
+DESCRIBED += [REFERENCES / name for name in ("eagle3_llama", "eagle3_original", "dflash", "dflash_original", "dspark")]
+
+
+@pytest.mark.parametrize("folder", DESCRIBED, ids=lambda folder: folder.name)
+def test_a_drafter_is_described_without_heavy_imports(tmp_path, folder):
+    result = run(tmp_path, "-m", "hf_falcon", "info", str(folder))
+    assert result.returncode == 0 and "method " in result.stdout, result.stderr
+    assert result.stderr.splitlines()[-1] == "imported:"
+
+
+UPLOAD = """
+import sys
+from huggingface_hub import HfApi
+HfApi().create_repo(sys.argv[1])
+print(HfApi().upload_folder(repo_id=sys.argv[1], folder_path=sys.argv[2]).oid)
+"""
+
+
+def test_a_repository_is_described_without_heavy_imports(tmp_path):
+    """Of one commit, and of the weights only the header is read."""
+    with running_hub() as hub:
+        environment = {"HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN, "HF_HOME": str(tmp_path / "home")}
+        environment |= {"HF_HUB_DISABLE_XET": "1"}
+        uploaded = run(tmp_path, "-c", UPLOAD, f"{USER}/described", str(REFERENCES / "eagle3_llama"), **environment)
+        hub.requests.clear()
+        result = run(tmp_path, "-m", "hf_falcon", "info", f"{USER}/described", "--revision", "main", **environment)
+    assert result.returncode == 0 and "EAGLE-3" in result.stdout, result.stderr
+    assert result.stderr.splitlines()[-1] == "imported:"
+    files = [path for _, path in hub.requests if "/resolve/" in path]
+    assert files and all(f"/resolve/{uploaded.stdout.strip()}/" in path for path in files)
 
 
 def test_a_command_finds_the_drafters_installed(tmp_path, program):

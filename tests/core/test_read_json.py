@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from utilities import peak_memory
 
-from hf_falcon.checkpoint_files import read_json
+from hf_falcon.json_files import read_json
 
 
 @pytest.fixture

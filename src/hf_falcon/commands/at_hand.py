@@ -13,8 +13,8 @@ from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ..checkpoint_files import read_json
 from ..drafters.mtp import MTP
+from ..json_files import read_json
 from ..training.instant import refusal
 
 # Bytes of a tokenizer's file, at most.

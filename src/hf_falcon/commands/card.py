@@ -6,15 +6,17 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-from ..checkpoint_files import printable
-from ..core.configuration_falcon_draft import FalconDraftConfig
+from ..json_files import printable
+
+if TYPE_CHECKING:
+    from ..core.configuration_falcon_draft import FalconDraftConfig
 
 TEMPLATE_NAME = "model_card.md.jinja"
 # Of a card, and of its metadata: the parser of YAML takes seconds for a megabyte.

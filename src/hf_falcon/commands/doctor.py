@@ -24,9 +24,9 @@ from ..bench.diagnosis import Case, Diagnosis, Inputs, Reference, Template, diag
 from ..bench.exactness import Exactness, exactness
 from ..bench.prompts import read_turns
 from ..bench.tables import aligned
-from ..checkpoint_files import read_json
 from ..core.drafter import DraftModel
 from ..cpu.row_invariant import row_invariant, unsupported_reason
+from ..json_files import read_json
 from ..training.chat_templates import other_variables, template_variables
 from ..training.json_text import short
 from ..training.provenance import PROVENANCE_NAME

@@ -44,6 +44,10 @@ class ModelArguments:
         if self.compile and self.plain:
             raise ValueError("`compile` is for rounds, and with `plain` there are none: leave one of the two out.")
 
+    def compiles_first(self, target: PreTrainedModel) -> bool:
+        """Whether rounds are compiled before anything else."""
+        return self.compile
+
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, PreTrainedModel | None]:
         """The target, its tokenizer and the drafter, `None` for plain decoding; packed and compiled as asked for."""
         from ..cpu.compiling import compile_rounds
@@ -56,10 +60,11 @@ class ModelArguments:
         target, tokenizer = load_target(self.target, dtype, device)
         drafter = None if self.plain else load_drafter(self.drafter, dtype, device, target)
         # What `hf-falcon tune --compile --pack` kept.
-        if self.pack or (drafter is not None and not self.compile and offers_packed_rounds(target)):
+        compiles = self.compiles_first(target)
+        if self.pack or (drafter is not None and not compiles and offers_packed_rounds(target)):
             for model in filter(None, (target, drafter)):
                 pack_weights(model)
-        if self.compile:
+        if compiles:
             print("Compiling rounds, which can take minutes.", file=sys.stderr, flush=True)
             compile_rounds(target, drafter=drafter)
         return target, tokenizer, drafter

@@ -6,38 +6,19 @@ without downloading weights; of a language model, which can be a target, it also
 
 from __future__ import annotations
 
+import importlib
 import json
-import math
-from collections.abc import Iterable
-from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub import HfApi
-from huggingface_hub.errors import EntryNotFoundError
-from transformers import AutoConfig
-from transformers import initialization as init
-from transformers.utils import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
-
-from ..checkpoint_files import printable
-from ..core.configuration_falcon_draft import FalconDraftConfig
-from ..core.drafter import FalconDraftModel
-from ..drafters.auto import drafter_class
-from ..drafters.checkpoints import read_fields
-from ..drafters.files import pinned, stored_tensors
-from ..drafters.language_model import CausalLMDrafter
-from ..drafters.lookup_drafter import LOOKUP
-from .at_hand import at_hand
-from .card import read_card, tau_of
+from ..json_files import printable
+from .card import tau_of
+from .checkpoint_listing import CheckpointListing
 from .info_arguments import InfoArguments, parser
+from .plain_info import LANGUAGE_MODEL, plain_description
 
-# The methods' names, by `speculators_model_type`.
-_METHODS = {"eagle3": "EAGLE-3", "dflash": "DFlash", "dspark": "DSpark"}
-_LANGUAGE_MODEL = "language model"
 _LAYOUTS = {"hf_falcon": "", "original": ", original layout", "speculators": ", layout of the package speculators"}
-# Of each tensor of a checkpoint its dtype, in the words of safetensors, and its shape.
-Headers = dict[str, tuple[str, tuple[int, ...]]]
+# The name that stands for prompt lookup in place of a drafter's.
+_LOOKUP = "lookup"
 
 
 def describe(repository: str, revision: str | None = None) -> dict[str, Any]:
@@ -55,108 +36,28 @@ def describe(repository: str, revision: str | None = None) -> dict[str, Any]:
         the weight files, "tau" by data set and "license". "parameters" is `None` for weights in `pytorch_model.bin`,
         and the last two are `None` if the card lacks them.
     """
-    revision = pinned(repository, revision=revision)["revision"]
-    kind, fields = drafter_class(repository, revision=revision), read_fields(repository, revision=revision)
-    if Path(repository).is_dir():
-        sizes = {file.name: file.stat().st_size for file in Path(repository).iterdir() if file.is_file()}
-        file = Path(repository, "README.md")
-        card = read_card(file) if file.is_file() else None
-        commit = None
-    else:
-        found = HfApi().model_info(repository, revision=revision, files_metadata=True)
-        sizes, commit = {each.rfilename: each.size or 0 for each in found.siblings or ()}, found.sha
-        try:
-            card = read_card(Path(HfApi().hf_hub_download(repository, "README.md", revision=commit)))
-        except EntryNotFoundError:
-            card = None
-    if issubclass(kind, CausalLMDrafter):
-        about = _of_language_model(fields, _headers(repository, _weight_files(sizes), commit))
-    elif issubclass(kind, FalconDraftModel):
-        about = _of_falcon(FalconDraftConfig.from_pretrained(repository, revision=revision))
-    else:
-        about = _of_another(kind, fields, _headers(repository, _weight_files(sizes), commit))
+    about = None
+    try:
+        listing = CheckpointListing(repository, revision)
+        about = plain_description(listing.fields(), listing.headers())
+    # Whatever is wrong with a file or the connection, the checks say it in their words.
+    except Exception:
+        pass
+    if about is None:
+        revision, about_of = _checked().opened(repository, revision)
+        listing = CheckpointListing(repository, revision)
+    card = listing.card()
     return {
-        **about,
-        "bytes": sum(sizes[name] for name in _weight_files(sizes)),
+        **(about_of(listing.headers) if about is None else about),
+        "bytes": listing.weight_bytes,
         "tau": None if card is None else tau_of(card) or None,
         "license": None if card is None or card.license is None else printable(str(card.license)),
     }
 
 
-def _of_falcon(config: FalconDraftConfig) -> dict[str, Any]:
-    with torch.device("meta"), init.no_init_weights():
-        parameters = FalconDraftModel(config).num_parameters()
-    return {
-        "method": "Falcon",
-        "layout": "hf_falcon",
-        "target": config.target_name_or_path,
-        "target_model_type": config.target_model_type,
-        "k": config.block_size,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
-        "feature_layers": config.feature_layers,
-        "parameters": parameters,
-    }
-
-
-def _of_language_model(fields: dict[str, Any], headers: Headers) -> dict[str, Any]:
-    return {
-        "method": _LANGUAGE_MODEL,
-        "layout": "hf_falcon",
-        "target": None,
-        "target_model_type": None,
-        "k": 1,
-        "vocab_size": fields.get("vocab_size") or (fields.get("text_config") or {}).get("vocab_size") or 0,
-        "draft_vocab_size": None,
-        "feature_layers": [],
-        "parameters": sum(math.prod(shape) for _, shape in headers.values()) if headers else None,
-    }
-
-
-def _of_another(kind: Any, fields: dict[str, Any], headers: Headers) -> dict[str, Any]:
-    shapes = {name: torch.empty(shape, device="meta") for name, (_, shape) in headers.items()}
-    config = kind.config_of(fields, shapes)
-    # Tables of tokens are integers, and some checkpoints have a copy of the target's head.
-    weights = [
-        math.prod(shape)
-        for name, (dtype, shape) in headers.items()
-        if dtype.startswith(("F", "BF")) and not name.startswith("verifier_")
-    ]
-    ids = getattr(config, config.layer_ids_field)
-    return {
-        "method": _METHODS[config.to_dict()["speculators_model_type"]],
-        "layout": "speculators" if "speculators_model_type" in fields else "original",
-        "target": config.target_name_or_path,
-        "target_model_type": ", ".join(config.target_architectures) or None,
-        "k": config.block_size,
-        "vocab_size": config.vocab_size,
-        "draft_vocab_size": None if config.draft_vocab_size == config.vocab_size else config.draft_vocab_size,
-        "feature_layers": None if ids is None else config.feature_layers,
-        "parameters": sum(weights) if headers else None,
-    }
-
-
-def _weight_files(files: Iterable[str]) -> list[str]:
-    """The files that are read of a checkpoint, in their order of preference: one, several, or a pickled one."""
-    for pattern in (SAFE_WEIGHTS_NAME, "model-*-of-*.safetensors", WEIGHTS_NAME):
-        if found := [name for name in files if fnmatchcase(name, pattern)]:
-            return found
-    return []
-
-
-def _headers(repository: str, files: Iterable[str], commit: str | None) -> Headers:
-    """What the headers of safetensors files say of their tensors. Of a file on the Hub, only the header is read."""
-    found: Headers = {}
-    for name in files:
-        if name == WEIGHTS_NAME:
-            continue
-        if commit is None:
-            stored = stored_tensors([Path(repository, name)])
-            found |= {tensor: (each.dtype, each.shape) for tensor, each in stored.items()}
-        else:
-            metadata = HfApi().parse_safetensors_file_metadata(repository, name, revision=commit)
-            found |= {tensor: (each.dtype, tuple(each.shape)) for tensor, each in metadata.tensors.items()}
-    return found
+def _checked() -> Any:
+    """[`checked_info`], which imports torch and transformers."""
+    return importlib.import_module(f"{__package__}.checked_info")
 
 
 def main(argv: list[str]) -> int:
@@ -164,14 +65,13 @@ def main(argv: list[str]) -> int:
     found = vars(parser().parse_args(argv))
     repository = found.pop("repository")
     arguments = InfoArguments(**found)
-    if repository == LOOKUP:
+    if repository == _LOOKUP:
         raise ValueError(
             '"lookup" is prompt lookup alone: it has no files, and is for any target. A folder is "./lookup".'
         )
     info = describe(repository, arguments.revision)
-    if info["method"] == _LANGUAGE_MODEL:
-        revision = pinned(repository, revision=arguments.revision)["revision"]
-        info["at_hand"] = at_hand(AutoConfig.from_pretrained(repository, revision=revision), repository)
+    if info["method"] == LANGUAGE_MODEL:
+        info["at_hand"] = _checked().what_drafts_for(repository, arguments.revision)
     if arguments.json:
         print(json.dumps(info))
         return 0
@@ -183,7 +83,7 @@ def main(argv: list[str]) -> int:
         "target": f"{info['target'] or 'not named'} ({info['target_model_type'] or 'of any kind'})",
         "k": f"{info['k']} (tokens that one pass drafts)",
         "vocabulary": f"drafts {drafted} of {info['vocab_size']:,} tokens",
-        "reads": "the text alone" if info["method"] == _LANGUAGE_MODEL else _read(info["feature_layers"]),
+        "reads": "the text alone" if info["method"] == LANGUAGE_MODEL else _read(info["feature_layers"]),
         "size": f"{size}{info['bytes'] / 1e6:,.1f} MB",
         "tau": tau,
         "license": info["license"] or "not in the card",

@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint_files import read_json
+from ..json_files import read_json
 from ..learning.learning_statistics import LearningStatistics
 from ..learning.state import DRAFTER_NAME, REPORT_NAME
 

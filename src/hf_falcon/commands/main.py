@@ -27,6 +27,9 @@ COMMANDS = {
     "info": "describe a drafter on the Hub or in a folder",
 }
 
+# These commands import torch and transformers themselves, where they need them.
+_IMPORTS_LATER = {"info"}
+
 # The help of these commands lists arguments of transformers' Trainer, which transformers knows.
 _PARSED_LATER = {"train"}
 
@@ -92,7 +95,8 @@ def _run(argv: list[str]) -> int:
             # Prints the help, and exits.
             importlib.import_module(f"hf_falcon.commands.{name}_arguments").parser().parse_args(arguments)
         # On the command line `import hf_falcon` has not done so: the lines above need neither torch nor transformers.
-        importlib.import_module("hf_falcon.public")
+        if name not in _IMPORTS_LATER:
+            importlib.import_module("hf_falcon.public")
         # Only the chosen command's dependencies are imported.
         return importlib.import_module(f"hf_falcon.commands.{name}").main(arguments)
     except KeyboardInterrupt:

@@ -14,7 +14,8 @@ import sys
 from transformers import PreTrainedTokenizerBase
 
 from ..attaching import attach
-from .models import TARGET_NAME
+from ..cpu.background_builds import build_in_background
+from .models import TARGET_NAME, converted_target
 from .serve_arguments import ServeArguments, parser
 from .serving import TargetServer, check_packages
 
@@ -42,6 +43,10 @@ def main(argv: list[str]) -> int:
             attach(target, drafter)
             # The first call of a drafter that may write some tokens learns what rounds cost.
             server.generate(**tokenizer("Hello", return_tensors="pt").to(target.device), max_new_tokens=64)
+            if arguments.compile and not arguments.compiles_first(target):
+                source = str(converted_target()) if arguments.target is None else None
+                if build_in_background(target, drafter, source):
+                    print("Compiling rounds in the background, between requests.", file=sys.stderr, flush=True)
         host, port = listener.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         with_drafter = "without a drafter" if drafter is None else f"with the drafter {drafter.name_or_path}"

@@ -5,10 +5,14 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from .generate_arguments import ModelArguments
 from .learning_arguments import LearningArguments
 from .run_arguments import CommandParser
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 DESCRIPTION = """
 `hf-falcon serve`: serves a target with its drafter by OpenAI's interface, with transformers' own server: chat
@@ -23,12 +27,23 @@ class ServeArguments(LearningArguments, ModelArguments):
 
     host: str = field(default="127.0.0.1", metadata={"help": "Address to listen on."})
     port: int = field(default=8000, metadata={"help": "Port to listen on; 0 takes a free one."})
+    compile: bool = field(
+        default=False,
+        metadata={
+            "help": "Compile rounds (`compile_rounds`): on a CPU by a process in the background, between requests, "
+            "unless the code is kept on this machine; on other devices first, which takes minutes."
+        },
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_learning(self.plain)
         if not 0 <= self.port < 2**16:
             raise ValueError(f"`port` is {self.port}; give 0 (a free port) to {2**16 - 1}.")
+
+    def compiles_first(self, target: PreTrainedModel) -> bool:
+        """See [`ModelArguments.compiles_first`]. On a CPU the server does not wait."""
+        return self.compile and target.device.type != "cpu"
 
     def listen(self) -> socket.socket:
         """

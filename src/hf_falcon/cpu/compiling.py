@@ -98,7 +98,7 @@ def compile_rounds(
         raise ValueError(f"`sizes` is {sizes!r}: give some integers of at least 1 and at most {_LARGEST}.")
     if drafter is not None:
         _check_drafter(drafter, target)
-    _check_whether_possible(target)
+    check_whether_possible(target)
     uncompile_rounds(target)
     graphs = captures_graphs(target.device)
     config = compile_config or CompileConfig(mode="reduce-overhead" if graphs else "default")
@@ -211,7 +211,11 @@ def _check_drafter(drafter: DraftModel, target: PreTrainedModel) -> None:
     drafter.check_target(target)
 
 
-def _check_whether_possible(target: PreTrainedModel) -> None:
+def check_whether_possible(target: PreTrainedModel) -> None:
+    """
+    Raises:
+        `ValueError`: if the rounds of a target cannot be compiled, with the reason.
+    """
     reason = None
     if not hasattr(torch.compiler, "skip_guard_on_globals_unsafe"):
         reason = f"torch {torch.__version__} is too old for it (install 2.8 or later)"

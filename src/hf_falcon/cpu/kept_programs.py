@@ -25,9 +25,9 @@ from transformers import __version__ as transformers_version
 from transformers.utils import logging
 
 from .. import __version__
-from ..checkpoint_files import read_json
 from ..core.hook import attention_implementation
 from ..cost_files import cache_folder
+from ..json_files import read_json
 from .packing import is_packed
 from .programs import Program
 
@@ -51,8 +51,9 @@ class Shelf:
 
     def __init__(self, state: dict[str, Any]):
         self.state = state
-        digest = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:32]
-        self._folder = cache_folder() / "compiled" / digest
+        # The same in all processes.
+        self.name = hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()[:32]
+        self._folder = cache_folder() / "compiled" / self.name
 
     def exists(self) -> bool:
         """Whether anything is kept for this state."""

@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-Compiled rounds that `hf-falcon tune --compile` built: the first call with a drafter loads them, and says so once. What
+Compiled rounds that `hf-falcon tune --compile` built, or a process in the background: the first call with a drafter
+loads them, and says so once. What
 only `compile_rounds` kept waits for the next `compile_rounds`: a script does not change how others round.
 """
 
@@ -52,6 +53,34 @@ def decline(target: PreTrainedModel) -> None:
     _tried.setdefault(target, set()).add(None)
 
 
+def undo_decline(target: PreTrainedModel) -> None:
+    """Undoes `decline`: the next call looks for kept rounds."""
+    _tried.pop(target, None)
+
+
+def expect_rounds(target: PreTrainedModel) -> None:
+    """Calls do not look for kept rounds of the target as it is now: `load_rounds` comes, between two calls."""
+    _tried.setdefault(target, set()).add((None, _state(target)))
+
+
+def load_rounds(target: PreTrainedModel) -> None:
+    """
+    Loads the rounds that another process has kept meanwhile. Calls may run at the same time, and do not wait.
+
+    Raises:
+        `RuntimeError`: if there are none for the target as it is now, or they cannot be loaded.
+    """
+    rounds = _kept_rounds(target)
+    if rounds is None:
+        raise RuntimeError("what was built is not for the target as it is now.")
+    with _lock:
+        # Meanwhile `uncompile_rounds` or `compile_rounds` was called.
+        if None in _tried.get(target, ()) or target in compiled:
+            rounds.drop_weights()
+        else:
+            _use(target, rounds)
+
+
 def offer_rounds(target: PreTrainedModel) -> None:
     """Later processes use the rounds that are kept for a target as it is now, without being asked."""
     shelf_of(target).offer()
@@ -87,9 +116,14 @@ def _may_be_kept(model: Any) -> bool:
 
 
 def _load_rounds(target: PreTrainedModel) -> None:
+    if (rounds := _kept_rounds(target)) is not None:
+        _use(target, rounds)
+
+
+def _kept_rounds(target: PreTrainedModel) -> CompiledRounds | None:
     # Inside `row_invariant` only code runs that this process has compared with uncompiled code.
     if is_row_invariant(target):
-        return
+        return None
     shelf, name = shelf_of(target), type(target).__name__
     if not shelf.is_offered:
         if different := shelf.differences():
@@ -97,19 +131,23 @@ def _load_rounds(target: PreTrainedModel) -> None:
                 f"The compiled code that is kept for {name} was compiled for another state ({', '.join(different)} "
                 "differ): rounds run uncompiled. `hf-falcon tune --compile` compiles for this one."
             )
-        return
+        return None
     rounds = CompiledRounds(target, CompileConfig(), shelf)
     rounds.is_kept = True
     with torch.no_grad():
         rounds.take_weights()
         if not rounds.are_exact or not rounds.load():
             rounds.drop_weights()
-            return
+            return None
     rounds.sizes = sorted(size for size, is_faster in rounds.is_faster.items() if is_faster)
+    return rounds
+
+
+def _use(target: PreTrainedModel, rounds: CompiledRounds) -> None:
     compiled[target] = rounds
     logger.warning_once(
-        f"Rounds of {name} run compiled code that `hf-falcon tune --compile` kept on this machine. Outputs differ by "
-        "rounding; `hf_falcon.uncompile_rounds(target)` switches it off."
+        f"Rounds of {type(target).__name__} run compiled code that is kept on this machine (`hf-falcon tune "
+        "--compile`). Outputs differ by rounding; `hf_falcon.uncompile_rounds(target)` switches it off."
     )
 
 

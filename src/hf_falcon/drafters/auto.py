@@ -12,52 +12,26 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import DraftModel
 from .checkpoints import read_fields
 from .files import LOADING, pinned
 from .lookup_drafter import LOOKUP, LookupDrafter
+from .methods import Fields, architectures, is_dflash, is_eagle3, is_falcon
 from .mtp import MTP, MtpDrafter
-
-Fields = dict[str, Any]
-
-
-def _is_falcon(fields: Fields) -> bool:
-    return fields.get("model_type") == FalconDraftConfig.model_type
-
-
-def _is_eagle3(fields: Fields) -> bool:
-    if "speculators_model_type" in fields:
-        return fields["speculators_model_type"] == "eagle3"
-    # The first ones published name the class of their layers only.
-    return any("eagle3" in name.lower() for name in _architectures(fields)) or (
-        "draft_vocab_size" in fields and fields.get("model_type") == "llama"
-    )
-
-
-def _is_dflash(fields: Fields) -> bool:
-    if "speculators_model_type" in fields:
-        return fields["speculators_model_type"] in ("dflash", "dspark")
-    return not {"DFlashDraftModel", "Qwen3DSparkModel"}.isdisjoint(_architectures(fields))
 
 
 def _is_language_model(fields: Fields) -> bool:
     names = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(str(fields.get("model_type")), ())
     classes = {names} if isinstance(names, str) else set(names)
-    return "speculators_model_type" not in fields and not classes.isdisjoint(_architectures(fields))
-
-
-def _architectures(fields: Fields) -> list[str]:
-    names = fields.get("architectures")
-    return [str(name) for name in names] if isinstance(names, list) else []
+    return "speculators_model_type" not in fields and not classes.isdisjoint(architectures(fields))
 
 
 # Of each method: its name, whether the fields of a `config.json` are of this method, and the module and name of its
 # class. `import hf_falcon` does not wait for the modules: they import models of transformers.
 _METHODS: list[tuple[str, Callable[[Fields], bool], str, str]] = [
-    ("Falcon", _is_falcon, "hf_falcon.core.drafter", "FalconDraftModel"),
-    ("EAGLE-3", _is_eagle3, "hf_falcon.drafters.eagle3", "Eagle3DraftModel"),
-    ("DFlash and DSpark", _is_dflash, "hf_falcon.drafters.dflash", "DFlashDraftModel"),
+    ("Falcon", is_falcon, "hf_falcon.core.drafter", "FalconDraftModel"),
+    ("EAGLE-3", is_eagle3, "hf_falcon.drafters.eagle3", "Eagle3DraftModel"),
+    ("DFlash and DSpark", is_dflash, "hf_falcon.drafters.dflash", "DFlashDraftModel"),
     ("language models", _is_language_model, "hf_falcon.drafters.language_model", "CausalLMDrafter"),
 ]
 
@@ -143,7 +117,7 @@ def drafter_class(name: str, **loading: Any) -> type[DraftModel]:
             return getattr(importlib.import_module(module), kind)
     methods = ", ".join(method for method, *_ in _METHODS)
     found = fields.get("speculators_model_type") or fields.get("architectures") or fields.get("model_type")
-    names = [str(fields.get("speculators_model_type")), str(fields.get("model_type")), *_architectures(fields)]
+    names = [str(fields.get("speculators_model_type")), str(fields.get("model_type")), *architectures(fields)]
     unread = [why for kind, why in _UNREAD.items() if any(each.lower().startswith(kind) for each in names)]
     missing = f" It is of a method that is not read, {unread[0]}. Use a drafter of another method." if unread else ""
     raise ValueError(f"`{name}` is {found!r:.200}, which is no drafter of a known method: {methods}.{missing}")

@@ -23,7 +23,8 @@ from ..core.candidate_generator import limited_options
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
-from .files import LOADING, check_digests, read_object, refuse_adapter, stored_tensors, weight_files
+from .files import LOADING, check_digests, read_object, refuse_adapter, weight_files
+from .stored_tensors import stored_tensors
 
 # Copies of the target's own weights, and tables that follow from the configuration.
 _NOT_OF_NETWORK = (

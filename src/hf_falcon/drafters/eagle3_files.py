@@ -4,9 +4,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
-from torch import Tensor
+
+class Shaped(Protocol):
+    """A tensor, or what the header of a file says of it."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
 
 # Old names of fields.
 _OLD_NAMES = {"fc_norm": "use_aux_norm"}
@@ -14,13 +20,14 @@ _OLD_NAMES = {"fc_norm": "use_aux_norm"}
 _NOT_OF_LAYERS = ("architectures", "auto_map", "draft_vocab_size", "eagle_config", "target_hidden_size", "model_type")
 
 
-def eagle3_fields(fields: dict[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
+def eagle3_fields(fields: dict[str, Any], weights: Mapping[str, Shaped]) -> dict[str, Any]:
     """
     The fields of [`Eagle3DraftConfig`] for an EAGLE-3 checkpoint.
 
     Args:
         fields (`dict`): the fields of its `config.json`.
-        weights (mapping of `str` to `torch.Tensor`): its weights under their names in the layout of `speculators`.
+        weights (mapping of `str` to `torch.Tensor`): its weights, or their shapes, under their names in the layout of
+            `speculators`.
 
     Raises:
         `ValueError`: for fields whose drafters cannot be read.
@@ -33,7 +40,7 @@ def original_name(name: str) -> str:
     return name.removeprefix("model.").replace("midlayer.", "layers.0.", 1)
 
 
-def _of_original(fields: dict[str, Any], weights: Mapping[str, Tensor]) -> dict[str, Any]:
+def _of_original(fields: dict[str, Any], weights: Mapping[str, Shaped]) -> dict[str, Any]:
     """The fields of [`Eagle3DraftConfig`] for an original configuration, which is one of a Llama or Qwen3."""
     layer = {name: value for name, value in fields.items() if name not in _NOT_OF_LAYERS}
     # Drafters for other targets may call themselves by the target's type; their layers show what they are.
@@ -43,8 +50,8 @@ def _of_original(fields: dict[str, Any], weights: Mapping[str, Tensor]) -> dict[
         (int(name.split(".")[1]) for name in weights if name.startswith("layers.") and name.split(".")[1].isdecimal()),
         default=0,
     )
-    if "t2d" in weights and weights["t2d"].dim() == 1:
-        layer["vocab_size"] = len(weights["t2d"])
+    if "t2d" in weights and len(weights["t2d"].shape) == 1:
+        layer["vocab_size"] = weights["t2d"].shape[0]
     nested = fields.get("eagle_config")
     nested = nested if isinstance(nested, dict) else {}
     ids = nested.get("eagle_aux_hidden_state_layer_ids", fields.get("eagle_aux_hidden_state_layer_ids"))

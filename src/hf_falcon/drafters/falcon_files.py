@@ -36,10 +36,10 @@ from .files import (
     pinned,
     read_object,
     refuse_adapter,
-    stored_tensors,
     upload,
     weight_files,
 )
+from .stored_tensors import stored_tensors
 from .target_sizes import fields_for
 
 # The range of each size. The largest values are far beyond any real model: they come from a damaged or a hostile file.

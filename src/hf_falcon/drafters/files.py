@@ -7,11 +7,10 @@ import hashlib
 import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from huggingface_hub import HfApi
 from huggingface_hub.errors import HFValidationError
-from safetensors import SafetensorError, safe_open
 from transformers.utils import (
     ADAPTER_CONFIG_NAME,
     CONFIG_NAME,
@@ -23,10 +22,8 @@ from transformers.utils import (
     is_peft_available,
 )
 
-from ..checkpoint_files import printable, read_json
-
-# Of a configuration, and of the header of a safetensors file, which takes some hundred bytes for each tensor.
-_LARGEST_CONFIG, _LARGEST_HEADER = 2**22, 2**24
+from ..json_files import read_json
+from .stored_tensors import LARGEST_CONFIG
 
 # Tensors in other dtypes are quantised, in a way that a drafter does not know.
 FLOATING_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -35,21 +32,6 @@ _INDEX_DTYPES = (None, "float64", "float32", "float16", "bfloat16")
 
 # Arguments of `from_pretrained` that say where files are.
 LOADING = ("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token")
-
-
-class StoredTensor(NamedTuple):
-    """
-    What the header of a safetensors file says of a tensor.
-
-    Args:
-        file (`Path`): the file.
-        dtype (`str`): its dtype, in the words of safetensors.
-        shape (`tuple[int, ...]`): its shape.
-    """
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
 
 
 def digests(folder: str | Path) -> dict[str, str]:
@@ -101,7 +83,7 @@ def read_object(repository: str, name: str, **loading: Any) -> dict[str, Any] | 
     file = Path(repository) if Path(repository).is_file() else _fetch(repository, name, loading)
     if file is None:
         return None
-    fields = read_json(file, max_bytes=_LARGEST_CONFIG)
+    fields = read_json(file, max_bytes=LARGEST_CONFIG)
     if not isinstance(fields, dict):
         raise ValueError(f"`{file.name}` in {file.parent} is {fields!r:.80}, not an object: download it again.")
     return fields
@@ -191,34 +173,6 @@ def check_digests(files: Iterable[Path], expected: Mapping[str, str]) -> None:
                 f"The weight file `{file.name}` in {file.parent} is damaged or was changed: its sha256 is {found}, "
                 f"but config.json says {wanted}. Download it again, or save the drafter again with `save_pretrained`."
             )
-
-
-def stored_tensors(files: Iterable[Path]) -> dict[str, StoredTensor]:
-    """
-    The tensors in safetensors files, by their names, read from the headers. All tensors are inside their files.
-
-    Raises:
-        `OSError`: if a file is not a complete safetensors file, or its header is larger than that of any drafter; it
-            names the file.
-    """
-    tensors: dict[str, StoredTensor] = {}
-    for file in files:
-        try:
-            with file.open("rb") as opened:
-                size = int.from_bytes(opened.read(8), "little")
-            # safetensors itself parses headers of up to 100 MB, which take gigabytes.
-            if size > _LARGEST_HEADER:
-                raise SafetensorError(f"its header says that it has {size:,} bytes, more than {_LARGEST_HEADER:,}")
-            with safe_open(file, framework="pt") as weights:
-                for name in weights.keys():
-                    part = weights.get_slice(name)
-                    tensors[name] = StoredTensor(file, part.get_dtype(), tuple(part.get_shape()))
-        except SafetensorError as error:
-            raise OSError(
-                f"The weight file `{file.name}` in {file.parent} is not a whole safetensors file "
-                f"({printable(str(error))}): download it again, or save the drafter again with `save_pretrained`."
-            ) from error
-    return tensors
 
 
 def _fetch(repository: str, name: str, loading: Mapping[str, Any]) -> Path | None:

@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from ..call_observers import observe_calls
 from ..checkpoint_files import weights_fingerprint
 from ..core.draft_session import TensorMark
 from ..core.drafter import DraftModel
-from ..core.interfaces import register_part
 from ..training.token_file import write_atomically
 from . import state as files
 from .budget import Budget
@@ -610,6 +610,6 @@ def _install() -> None:
     """At the first learner: calls are watched, and the end of the process waits for a unit and saves."""
     global _installed
     if not _installed:
-        register_part("learning", _observer_of)
+        observe_calls(_observer_of)
         atexit.register(_close_all)
         _installed = True
