@@ -28,7 +28,7 @@ from ..core.drafter import DraftModel
 from ..training.token_file import write_atomically
 from . import state as files
 from .budget import Budget
-from .gate import FEWEST_TEXTS, Verdict, compare, estimated_tau
+from .gate import FEWEST_TEXTS, Verdict, compare, estimated_tau, is_enough
 from .history import History, draw
 from .learning_statistics import LearningStatistics
 from .options import LearningOptions
@@ -39,7 +39,7 @@ from .student import Student, unsupported_reason
 
 logger = logging.getLogger(__name__)
 
-# Comparisons in a row without a gain, after which the student starts again from the weights that draft.
+# Comparisons in a row without a gain, after which the student goes back to its weights at the latest gain.
 _PATIENCE = 8
 # Seconds that the idle thread waits where there is nothing to do, and that the end of a process waits for it.
 _LONG, _GRACE = 5.0, 10.0
@@ -56,7 +56,8 @@ class Learner:
     Every call of the target with the drafter is watched from now on. Texts are kept in memory, some of them held out.
     A copy of the drafter is trained between calls and, by a thread of low priority, while no call runs; see
     [`LearningOptions`] for the limits. The drafter gets the copy's weights when they accept more of the held-out texts
-    and no call runs. Outputs stay the target's own.
+    and no call runs; only half of the change, where this keeps most of the gain, so that it forgets less. Outputs stay
+    the target's own.
 
     ```python
     with hf_falcon.Learner(drafter, target, hf_falcon.LearningOptions(folder="learnt")) as learner:
@@ -102,6 +103,8 @@ class Learner:
         self._history = History()
         # The weights that draft, or will at the next boundary of calls; their number; and whether they wait for it.
         self._drafting, self._version, self._waits = self._student.start, 0, False
+        # The student's weights that they are of: the same ones, or those that they are halfway to.
+        self._accepted = self._drafting
         self._verdict: Verdict | None = None
         self._before: float | None = None
         # The target's head that the scores of held-out texts are of.
@@ -376,8 +379,8 @@ class Learner:
                 yield True
             else:
                 if not self._student.step():
-                    logger.warning("Weights were not finite after a step: learning begins again from the drafter's.")
-                    self._student.load(self._drafting)
+                    logger.warning("Weights were not finite after a step: learning begins again from earlier ones.")
+                    self._student.load(self._accepted)
                 yield True
                 if self._student.steps % self.options.gate_steps == 0:
                     yield from self._comparison()
@@ -392,6 +395,7 @@ class Learner:
                 record.scores.clear()
         if len(held_out) >= FEWEST_TEXTS:
             weights, before, after = self._student.weights(), [], []
+            drafting = weights
             for record in held_out:
                 after.append(self._score(record, weights))
                 yield True
@@ -407,9 +411,20 @@ class Learner:
                     record.scores[name] = version, self._score(record, known)
                     yield True
                 before.append(record.scores["now"][1])
-            self._before = estimated_tau([record.scores["start"][1] for record in held_out])
-            self._verdict = compare(before, after)
-            self._decide(weights, self._verdict)
+            start = [record.scores["start"][1] for record in held_out]
+            verdict = compare(before, after)
+            if verdict.replaces:
+                halfway, between = self._student.halfway(weights), []
+                for record in held_out:
+                    between.append(self._score(record, halfway))
+                    yield True
+                if is_enough(start, between, after):
+                    drafting, after, verdict = halfway, between, compare(before, between)
+            self._before, self._verdict = estimated_tau(start), verdict
+            if verdict.replaces:
+                for record, score in zip(held_out, after):
+                    record.scores["now"] = self._version + 1, score
+            self._decide(weights, drafting, verdict)
         self._compared_at = self._student.steps
 
     def _head_has_changed(self) -> bool:
@@ -423,12 +438,13 @@ class Learner:
         self._head_marks = [TensorMark(each) for each in sources]
         return not is_same
 
-    def _decide(self, weights: dict[str, Tensor], verdict: Verdict) -> None:
+    def _decide(self, weights: dict[str, Tensor], drafting: dict[str, Tensor], verdict: Verdict) -> None:
         if verdict.replaces:
             self._replacements += 1
             self._refused_in_a_row = 0
             with self._lock:
-                self._drafting, self._version, self._waits = weights, self._version + 1, True
+                self._accepted, self._drafting = weights, drafting
+                self._version, self._waits = self._version + 1, True
                 if self._active == 0:
                     self._replace()
         else:
@@ -436,7 +452,7 @@ class Learner:
             self._refused_in_a_row += 1
             if self._refused_in_a_row == _PATIENCE:
                 self._refused_in_a_row = 0
-                self._student.load(self._drafting)
+                self._student.load(self._accepted)
         self.log(str(self.statistics))
 
     def _learn(self, record: CallRecord) -> None:
@@ -484,11 +500,13 @@ class Learner:
             "seconds": self._seconds,
             "replacements": self._replacements,
             "refusals": self._refusals,
+            "halfway": self._drafting is not self._accepted,
             "history": self._history.entries,
             "calls_an_entry": self._history.calls_an_entry,
         }
         optimizer = files.optimizer_tensors(self._student.optimizer)
-        files.LearnerState(self._student.parameters, self._drafting, optimizer, progress).save(folder)
+        student = self._student
+        files.LearnerState(student.parameters, student.start, self._accepted, optimizer, progress).save(folder)
         if self.options.keep_samples:
             files.save_samples(folder, records)
         if self._exported != self._version and not self._waits:
@@ -519,7 +537,11 @@ class Learner:
         with torch.inference_mode(False):
             files.load_optimizer(self._student.optimizer, found.optimizer)
             like = self._student.start
-            self._drafting = {name: each.to(like[name]) for name, each in found.drafting.items()}
+            # Not those of the drafter that was given: it may have learnt already.
+            self._student.start = {name: each.to(like[name]) for name, each in found.start.items()}
+            self._accepted = {name: each.to(like[name]) for name, each in found.accepted.items()}
+            is_halfway = progress["halfway"]
+            self._drafting = self._student.halfway(self._accepted) if is_halfway else self._accepted
         self._student.steps, self._student.positions = int(progress["steps"]), int(progress["positions"])
         self._compared_at = self._student.steps
         self._replacements, self._refusals = int(progress["replacements"]), int(progress["refusals"])

@@ -22,7 +22,8 @@ from .replay_buffer import CallRecord, RejectedPath
 
 STATE_NAME, REPORT_NAME, PLOT_NAME = "learner.safetensors", "learning.json", "learning.png"
 SAMPLES_NAME, DRAFTER_NAME = "samples.safetensors", "drafter"
-_FORMAT_VERSION = 1
+_FORMAT_VERSION = 2
+_WEIGHTS = ("trained", "start", "accepted")
 _KEY = "hf_falcon"
 
 
@@ -32,20 +33,24 @@ class LearnerState:
     The state of a learner.
 
     Args:
-        trained, drafting (`dict[str, Tensor]`): weights of the student, and those that draft.
+        trained (`dict[str, Tensor]`): weights of the student.
+        start, accepted (`dict[str, Tensor]`):
+            Those that learning began with, and the student's at its latest gain. The drafter has the latter, or what
+            is halfway between both.
         optimizer (`dict[str, Tensor]`): tensors of the optimizer, named by the number of the parameter and their key.
         progress (`dict`): JSON values.
     """
 
     trained: dict[str, Tensor]
-    drafting: dict[str, Tensor]
+    start: dict[str, Tensor]
+    accepted: dict[str, Tensor]
     optimizer: dict[str, Tensor]
     progress: dict[str, Any]
 
     def save(self, folder: Path) -> None:
         """Writes the file of a folder."""
         tensors: dict[str, Tensor] = {}
-        for part in ("trained", "drafting", "optimizer"):
+        for part in (*_WEIGHTS, "optimizer"):
             tensors |= {f"{part}/{name}": each.contiguous().cpu() for name, each in getattr(self, part).items()}
         text = json.dumps({"format_version": _FORMAT_VERSION, **self.progress}, sort_keys=True)
         write_atomically(folder / STATE_NAME, save(tensors, {_KEY: text}))
@@ -67,15 +72,15 @@ class LearnerState:
                 f"{path}: its `format_version` is {progress.get('format_version')!r}, this hf-falcon reads "
                 f"{_FORMAT_VERSION}: give another folder, or install the hf-falcon that wrote it."
             )
-        parts: dict[str, dict[str, Tensor]] = {"trained": {}, "drafting": {}, "optimizer": {}}
+        parts: dict[str, dict[str, Tensor]] = {part: {} for part in (*_WEIGHTS, "optimizer")}
         for name, tensor in tensors.items():
             part, _, own = name.partition("/")
             parts.setdefault(part, {})[own] = tensor
-        return cls(parts["trained"], parts["drafting"], parts["optimizer"], progress)
+        return cls(*(parts[part] for part in _WEIGHTS), parts["optimizer"], progress)
 
     def check(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Raises a `ValueError` if it is not of a drafter with these weights."""
-        for part in ("trained", "drafting"):
+        for part in _WEIGHTS:
             found = {name: tuple(each.shape) for name, each in getattr(self, part).items()}
             expected = {name: tuple(each.shape) for name, each in weights.items()}
             differing = sorted(

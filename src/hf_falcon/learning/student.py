@@ -65,6 +65,7 @@ class Student:
         options ([`LearningOptions`]): see there.
 
     Attributes:
+        start (`dict[str, torch.Tensor]`): the weights that learning began with, as the drafter had them.
         steps (`int`): steps of the optimizer.
         positions (`int`): predicted tokens that were learnt from.
     """
@@ -101,11 +102,14 @@ class Student:
 
     def weights(self) -> dict[str, Tensor]:
         """The weights as the drafter would have them, on the drafter's device."""
-        found = {}
-        for name, parameter in self._model.named_parameters():
-            values = parameter.detach().bfloat16() if self._fits_bfloat16 else parameter.detach()
-            found[name] = values.to(self._dtype, copy=True)
-        return found
+        return {name: self._rounded(parameter.detach()) for name, parameter in self._model.named_parameters()}
+
+    def halfway(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Weights in the middle, between the start's and others, as the drafter would have them."""
+        return {
+            name: self._rounded(torch.lerp(start.float(), weights[name].float(), 0.5))
+            for name, start in self.start.items()
+        }
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
         """Takes weights, and forgets what the optimizer has accumulated."""
@@ -173,6 +177,9 @@ class Student:
         heads = TrainingHeads.of(model, target, dtype)
         generator = torch.Generator().manual_seed(seed)
         return draft_loss(model, heads, batch, generator, weights, noise, passes=passes)
+
+    def _rounded(self, values: Tensor) -> Tensor:
+        return (values.bfloat16() if self._fits_bfloat16 else values).to(self._dtype, copy=True)
 
     def _new_optimizer(self) -> torch.optim.Optimizer:
         # It imports torch's Muon, which a drafter that does not learn does without.
