@@ -191,6 +191,21 @@ def test_one_build_runs_at_a_time(models, builder):
     assert request["state"] == shelf_of(target).name and request["drafter"]["name"] == drafter.name_or_path
 
 
+def test_files_of_the_current_folder_are_not_run(models, tmp_path, monkeypatch, warnings):
+    target, drafter = models
+    folder, place = tmp_path / "current", tmp_path / "was_run"
+    folder.mkdir()
+    for name in ("json", "signal", "subprocess", "torch", "transformers", "hf_falcon"):
+        (folder / f"{name}.py").write_text(f"open({str(place)!r}, 'w')\n")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(background_builds, "_request", lambda *_: {"target": {"class": ["transformers", "None"]}})
+    hf_falcon.attach(target, drafter, compile=True)
+    background_build(target).thread.join(120)
+    # The builder came as far as it could.
+    assert len(warnings) == 1 and "AttributeError" in warnings[0]
+    assert not place.exists()
+
+
 def test_a_build_that_fails_is_one_warning(models, builder, warnings):
     target, drafter = models
     builder("import sys\nprint('progress\\nOSError: no compiler', file=sys.stderr)\nsys.exit(1)")

@@ -50,6 +50,14 @@ except ProcessLookupError:
     pass
 sys.exit(1 if builder.wait() else 0)
 """
+# Modules come from where this process has them. With `-c` and `-m` the first place would be the current folder, whose
+# files may be anybody's.
+_BUILDER = """
+import sys
+sys.path[:] = [sys.argv.pop(1), *filter(None, sys.path)]
+from hf_falcon.cpu.build_kept import main
+main(sys.argv[1:])
+"""
 # Characters of what a builder says that are kept, from the end.
 _LONGEST_OUTPUT = 4096
 
@@ -108,11 +116,10 @@ class BackgroundBuild:
                 logger.warning(f"Rounds of {self._name} run uncompiled, no code was built in the background: {reason}")
 
     def _build(self) -> None:
-        here = str(Path(__file__).parents[2])
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([here, os.environ.get("PYTHONPATH", "")])}
+        environment["HF_HUB_OFFLINE"] = "1"
         with subprocess.Popen(
-            [sys.executable, "-S", "-c", _GUARD, *_command(self._request)],
+            [sys.executable, "-I", "-S", "-c", _GUARD, *_command(self._request)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -288,4 +295,4 @@ def _state(model: Any) -> dict[str, Any]:
 
 def _command(request: dict[str, Any]) -> list[str]:
     """The command line of the builder."""
-    return [sys.executable, "-m", "hf_falcon.cpu.build_kept", json.dumps(request)]
+    return [sys.executable, "-c", _BUILDER, str(Path(__file__).parents[2]), json.dumps(request)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import json
 import sys
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import PreTrainedModel
@@ -67,16 +67,11 @@ def _drafter(wanted: dict[str, Any], target: PreTrainedModel) -> Any:
     return drafter
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str]) -> NoReturn:
     """Runs the child process. The last line of an error is the reason."""
     torch.set_num_threads(1)
     try:
         build(json.loads(argv[0]))
     except Exception as error:
-        print("\n" + " ".join(f"{type(error).__name__}: {error}".split()), file=sys.stderr)
-        return 1
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+        sys.exit("\n" + " ".join(f"{type(error).__name__}: {error}".split()))
+    sys.exit(0)
