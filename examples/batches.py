@@ -76,7 +76,8 @@ def measure(arguments, target, tokenizer, drafter, prompts, rows):
             identical += torch.equal(found[drafter][0], found[None][0])
     speeds = [tokens[assistant] / seconds[assistant] for assistant in (None, drafter)]
     ratio = f"{speeds[1] / speeds[0]:.2f}"
-    return [str(rows), str(len(batches)), *(f"{speed:.1f}" for speed in speeds), ratio, f"{min(ratios):.2f}", f"{identical}/{len(batches)}"]
+    found = (str(rows), str(len(batches)), *(f"{speed:.1f}" for speed in speeds))
+    return [*found, ratio, f"{min(ratios):.2f}", f"{identical}/{len(batches)}"]
 
 
 if __name__ == "__main__":
