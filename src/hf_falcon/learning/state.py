@@ -76,7 +76,7 @@ class LearnerState:
         for name, tensor in tensors.items():
             part, _, own = name.partition("/")
             parts.setdefault(part, {})[own] = tensor
-        return cls(*(parts[part] for part in _WEIGHTS), parts["optimizer"], progress)
+        return cls(parts["trained"], parts["start"], parts["accepted"], parts["optimizer"], progress)
 
     def check(self, folder: Path, weights: dict[str, Tensor]) -> None:
         """Raises a `ValueError` if it is not of a drafter with these weights."""
