@@ -351,7 +351,7 @@ def test_learning_keeps_no_tensors_but_those_of_its_buffer():
                 call(target, drafter, seed)
             assert found.learn(4) == 4
             counts.append(tensors_beside_the_buffer(found))
-    # Weights that draft are others than those of the start after the first replacement.
+    # Weights that draft can be halfway to those that were accepted.
     assert max(counts[1:]) <= counts[0] + len(list(drafter.parameters()))
 
 
@@ -456,25 +456,88 @@ def test_weights_that_are_not_finite_are_dropped(caplog):
     serve(target, drafter, range(30, 33))
 
 
+# How far the drafter goes.
+
+
+def scored(found, monkeypatch, hits):
+    """Makes the score of weights depend on how far they are from the start, and returns these places as they come."""
+    places = []
+
+    def score(record, weights, target):
+        ends = {"start": found._student.start, "now": found._drafting, "end": found._student.weights()}
+        places.append(next((place for place, known in ends.items() if same(weights, known)), "halfway"))
+        return torch.tensor([[hits[places[-1]]] * 3 + [100.0]])
+
+    monkeypatch.setattr(found._student, "score", score)
+    return places
+
+
+@pytest.mark.parametrize("halfway", [45, 85])
+def test_the_drafter_goes_half_of_the_way_where_this_keeps_most_of_the_gain(monkeypatch, halfway):
+    target, drafter = pair()
+    clock = Clock()
+    with learner(drafter, target, clock) as found:
+        serve(target, drafter, range(40))
+        units, texts = counted(found, clock, 1.0), len(found._buffer.held_out)
+        places = scored(found, monkeypatch, {"start": 0.0, "halfway": halfway, "end": 100.0})
+        assert found.learn(3) == 3
+        learnt = len(units)
+        assert found.learn(1) == 1
+        assert [places.count(place) for place in ("start", "halfway", "end")] == [texts] * 3
+        # The time of all these is counted, and a call may begin between two.
+        assert len(units) >= learnt + 3 * texts and found.statistics.learning_seconds == len(units)
+        end, start = found._student.weights(), found._student.start
+        expected = {name: (start[name] + end[name]) / 2 for name in end} if halfway == 85 else end
+        for name, tensor in drafter.named_parameters():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-7, msg=name)
+        assert found.statistics.acceptance_now == pytest.approx(halfway / 100 if halfway == 85 else 1.0)
+        assert not same(end, start) and same(found._accepted, end)
+
+
+def test_half_of_the_way_has_to_be_better_than_what_drafts(monkeypatch):
+    target, drafter = pair()
+    with learner(drafter, target, uses=1000) as found:
+        serve(target, drafter, range(40))
+        hits = {"start": 0.0, "halfway": 80.0, "end": 90.0, "now": 80.0}
+        scored(found, monkeypatch, hits)
+        found.learn(4)
+        known, accepted = weights_of(drafter), found._accepted
+        # The student gains, and what is halfway to it does not.
+        found.learn(7 * 4)
+        assert found._refusals == 7 and not same(dict(found._student.parameters), accepted)
+        found.learn(4)
+        assert (found._replacements, found._refusals) == (1, 8) and same(weights_of(drafter), known)
+        # It begins again from where it was, and not from halfway.
+        assert same(dict(found._student.parameters), accepted)
+
+
 # What is kept.
 
 
-def test_learning_goes_on_from_the_folder(tmp_path):
+@pytest.mark.parametrize("is_halfway", [False, True])
+def test_learning_goes_on_from_the_folder(tmp_path, monkeypatch, is_halfway):
+    monkeypatch.setattr("hf_falcon.learning.learner.is_enough", lambda *scores: is_halfway)
     target, drafter = pair()
     first = weights_of(drafter)
     with learner(drafter, target, folder=tmp_path) as found:
         serve(target, drafter, range(40))
         found.learn(20)
         statistics, trained = found.statistics, {k: v.detach().clone() for k, v in found._student.parameters.items()}
-        state = found._student.optimizer.state_dict()["state"]
+        state, accepted = found._student.optimizer.state_dict()["state"], found._accepted
+    assert (found._drafting is not accepted) == is_halfway
     assert statistics.replacements > 0
     # It has drafted, and is the drafter of the folder.
     assert same(weights_of(hf_falcon.FalconDraftModel.from_pretrained(tmp_path / "drafter")), weights_of(drafter))
     assert not list(tmp_path.rglob("*.tmp")) and not (tmp_path / "samples.safetensors").exists()
     learnt, again = weights_of(drafter), new_drafter(target, **SIZES)
+    # The drafter of the folder has learnt: what it began with is known all the same.
+    again.load_state_dict(learnt)
+    with learner(again, target, folder=tmp_path) as found:
+        assert same(found._student.start, first) and same(weights_of(again), learnt)
     again.load_state_dict(first)
     with learner(again, target, folder=str(tmp_path)) as found:
         assert same(weights_of(again), learnt) and same(dict(found._student.parameters), trained)
+        assert same(found._student.start, first) and same(found._accepted, accepted)
         resumed = found.statistics
         assert (resumed.steps, resumed.calls, resumed.tokens_seen) == (20, 40, statistics.tokens_seen)
         for number, values in found._student.optimizer.state_dict()["state"].items():

@@ -102,7 +102,7 @@ class Learner:
         self._budget = Budget(self.options.share, self.options.steps_a_minute)
         self._history = History()
         # The weights that draft, or will at the next boundary of calls; their number; and whether they wait for it.
-        self._drafting, self._version, self._waits = self._student.start, 0, False
+        self._drafting, self._version, self._waits = self._student.weights(), 0, False
         # The student's weights that they are of: the same ones, or those that they are halfway to.
         self._accepted = self._drafting
         self._verdict: Verdict | None = None
@@ -533,6 +533,8 @@ class Learner:
                 f"`{folder}` was begun with another drafter: give that one, the folder `{folder / 'drafter'}` which "
                 "it became, or another folder."
             )
+        # Of the drafter that learning began with, also where the one that was given has learnt.
+        self._fingerprint = progress.get("drafter")
         self._student.load(found.trained)
         with torch.inference_mode(False):
             files.load_optimizer(self._student.optimizer, found.optimizer)
