@@ -244,8 +244,7 @@ def _propose(run: TargetRun, rows: Sequence[Row], batch: Batch) -> dict[int, Dra
     collect(rounds)
     for row, each in zip(rows, rounds):
         row.generator.complete(each)
-    found = [each.best() for each in rounds]
-    best = torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=-torch.inf)
+    best = torch.nn.utils.rnn.pad_sequence([each.best() for each in rounds], batch_first=True, padding_value=-torch.inf)
     gains = torch.stack([row.generator.expected_gain(each) for row, each in zip(rows, best)])
     size = common_size(gains, torch.tensor([row.sequence.tokens_left for row in rows], device="cpu"))
     trees = {row.place: each.finish(row.sequence.root, size) for row, each in zip(rows, rounds)}
@@ -261,9 +260,8 @@ def common_size(gains: Tensor, tokens_left: Tensor) -> int:
         gains (`torch.Tensor` of shape `(rows, nodes + 1)`): see [`DraftDecision.expected_gain`].
         tokens_left (`torch.LongTensor` of shape `(rows,)`): tokens that each row may still emit.
     """
-    left = (tokens_left - tokens_left.max())[:, None] - gains.double()
-    spread = tokens_left.max().double().sqrt()
-    return int(torch.logsumexp(left / spread, dim=0).argmin())
+    most = tokens_left.max()
+    return int((((tokens_left - most)[:, None] - gains.double()) / most.double().sqrt()).logsumexp(dim=0).argmin())
 
 
 def _policy(run: TargetRun, rows: Sequence[Row], batch: Batch) -> DraftPolicy:
