@@ -244,24 +244,24 @@ def _propose(run: TargetRun, rows: Sequence[Row], batch: Batch) -> dict[int, Dra
     collect(rounds)
     for row, each in zip(rows, rounds):
         row.generator.complete(each)
-    best = torch.nn.utils.rnn.pad_sequence([each.best() for each in rounds], batch_first=True, padding_value=-torch.inf)
-    gains = torch.stack([row.generator.expected_gain(each) for row, each in zip(rows, best)])
-    size = common_size(gains, torch.tensor([row.sequence.tokens_left for row in rows], device="cpu"))
+    found = [each.best() for each in rounds]
+    best = torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=-torch.inf)
+    left = torch.tensor([row.sequence.tokens_left for row in rows], device="cpu")
+    size = common_size(torch.stack([row.generator.expected_gain(each) for row, each in zip(rows, best)]), left)
     trees = {row.place: each.finish(row.sequence.root, size) for row, each in zip(rows, rounds)}
     return trees if run.takes_trees else {place: tree.likeliest_path() for place, tree in trees.items()}
 
 
 def common_size(gains: Tensor, tokens_left: Tensor) -> int:
     """
-    The nodes that pay for all rows. A batch ends with its slowest row, so what counts is the largest number of tokens
-    that a row has left: softly, since chance makes other rows the slowest later.
+    The nodes that pay. A batch ends with its slowest row: a soft maximum of the rows' tokens left is to shrink.
 
     Args:
         gains (`torch.Tensor` of shape `(rows, nodes + 1)`): see [`DraftDecision.expected_gain`].
         tokens_left (`torch.LongTensor` of shape `(rows,)`): tokens that each row may still emit.
     """
-    most = tokens_left.max()
-    return int((((tokens_left - most)[:, None] - gains.double()) / most.double().sqrt()).logsumexp(dim=0).argmin())
+    left, spread = tokens_left[:, None] - tokens_left.max() - gains.double(), tokens_left.max().double().sqrt()
+    return int(torch.logsumexp(left / spread, dim=0).argmin())
 
 
 def _policy(run: TargetRun, rows: Sequence[Row], batch: Batch) -> DraftPolicy:
