@@ -252,16 +252,10 @@ def _propose(run: TargetRun, rows: Sequence[Row], batch: Batch) -> dict[int, Dra
     return trees if run.takes_trees else {place: tree.likeliest_path() for place, tree in trees.items()}
 
 
-def common_size(gains: Tensor, tokens_left: Tensor) -> int:
-    """
-    The nodes that pay. A batch ends with its slowest row: a soft maximum of the rows' tokens left is to shrink.
-
-    Args:
-        gains (`torch.Tensor` of shape `(rows, nodes + 1)`): see [`DraftDecision.expected_gain`].
-        tokens_left (`torch.LongTensor` of shape `(rows,)`): tokens that each row may still emit.
-    """
-    left, spread = tokens_left[:, None] - tokens_left.max() - gains.double(), tokens_left.max().double().sqrt()
-    return int(torch.logsumexp(left / spread, dim=0).argmin())
+def common_size(gains: Tensor, left: Tensor) -> int:
+    """The nodes that shrink a soft maximum of the tokens that rows have `left`: a batch ends with its slowest row."""
+    spread = left.max().double().sqrt()
+    return int(torch.logsumexp((left[:, None] - left.max() - gains.double()) / spread, dim=0).argmin())
 
 
 def _policy(run: TargetRun, rows: Sequence[Row], batch: Batch) -> DraftPolicy:
