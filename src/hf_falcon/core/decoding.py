@@ -254,8 +254,7 @@ def _propose(run: TargetRun, rows: Sequence[Row], batch: Batch) -> dict[int, Dra
 
 def common_size(gains: Tensor, left: Tensor) -> int:
     """The nodes that shrink a soft maximum of the tokens that rows have `left`: a batch ends with its slowest row."""
-    spread = left.max().double().sqrt()
-    return int(torch.logsumexp((left[:, None] - left.max() - gains.double()) / spread, dim=0).argmin())
+    return int(((left[:, None] - left.max() - gains.double()) / left.max().double().sqrt()).logsumexp(dim=0).argmin())
 
 
 def _policy(run: TargetRun, rows: Sequence[Row], batch: Batch) -> DraftPolicy:
