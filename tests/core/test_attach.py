@@ -20,7 +20,7 @@ from transformers import (
     TextStreamer,
     pipeline,
 )
-from utilities import edit
+from utilities import edit, load_model
 
 import hf_falcon
 from hf_falcon import FalconDraftModel
@@ -209,8 +209,8 @@ def test_nothing_is_attached_to_a_copy(target, drafted):
     hf_falcon.attach(target, tiny_drafter(target))
     file = io.BytesIO()
     torch.save(target, file)
-    copies = [copy.deepcopy(target), copy.copy(target), torch.load(io.BytesIO(file.getvalue()), weights_only=False)]
-    # The pickle has no part of the drafter.
+    copies = [copy.deepcopy(target), copy.copy(target), load_model(io.BytesIO(file.getvalue()))]
+    # The file has no part of the drafter.
     assert b"hf_falcon" not in file.getvalue()
     for each in copies:
         assert generate(each).tolist() == generate(target, assistant_model=None).tolist()

@@ -1,12 +1,14 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""Small functions of several tests: a JSON file is edited, memory is measured, values are compared."""
+"""Small functions of several tests: JSON and files of whole models, measured memory, compared values."""
 
+import importlib
 import json
 import resource
 import sys
 from pathlib import Path
 
 import torch
+from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 
 def edit(file: Path, **changes) -> None:
@@ -20,3 +22,12 @@ def peak_memory() -> int:
 
 def close(actual, expected, tolerance=1e-5):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def load_model(file):
+    """A whole model that `torch.save` wrote. Only classes of these packages are made, and no other code is run."""
+    names = [name.rsplit(".", 1) for name in get_unsafe_globals_in_checkpoint(file)]
+    assert {module.split(".")[0] for module, _ in names} <= {"torch", "transformers", "hf_falcon"}
+    file.seek(0)
+    with safe_globals([getattr(importlib.import_module(module), name) for module, name in names]):
+        return torch.load(file, weights_only=True)
