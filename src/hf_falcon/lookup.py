@@ -12,7 +12,7 @@ import math
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
@@ -318,15 +318,19 @@ def _continued(matches: Iterable[Match]) -> list[Match]:
 _shares: weakref.WeakKeyDictionary[PreTrainedModel, list[Share]] = weakref.WeakKeyDictionary()
 
 
-def lookup_for(drafter: Drafter, target: PreTrainedModel) -> TextLookup:
+def lookup_for(drafter: Drafter, target: PreTrainedModel) -> Any:
     """
-    The lookup of one sequence.
+    The lookup of one sequence: a [`TextLookup`], unless the drafter has a `start_lookup`, which makes its own from the
+    target, or `None`.
 
     Args:
         drafter ([`Drafter`]): the drafter. Its `lookup_memory`, if it has one, is looked up, too. A network knows
             better than a single token's earlier places what follows it, and a drafter without passes does not.
         target ([`PreTrainedModel`]): the target that it drafts for.
     """
+    start = getattr(drafter, "start_lookup", None)
+    if start is not None:
+        return start(target)
     shares = _shares.setdefault(target, [Share(share) for _, share in _SHARES])
     vocab_size = target.config.get_text_config(decoder=True).vocab_size
     shortest = 1 if drafter.max_draft_passes == 0 else 2

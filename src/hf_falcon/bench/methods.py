@@ -18,6 +18,7 @@ from ..drafters.language_model import CausalLMDrafter
 from ..drafters.lookup_drafter import LookupDrafter
 from ..drafters.vocabularies import tokenizer_of
 from .decision import DecisionModel
+from .lookahead import LookaheadDrafter
 from .method_names import FALCON
 
 # A drafter that is made for the target when the benchmark starts.
@@ -27,6 +28,11 @@ _CLASSIFIER = "falcon_classifier"
 _FIXED_SIZES = {
     "cpu": {"num_assistant_tokens": 8, "num_draft_passes": 3},
     "cuda": {"num_assistant_tokens": 32, "num_draft_passes": 5},
+}
+# Of lookahead decoding: the paper's for its smallest model, on a GPU; and a quarter of its nodes.
+_LOOKAHEAD_SIZES = {
+    "cpu": {"window": 5, "ngram": 4, "guesses": 5},
+    "cuda": {"window": 15, "ngram": 5, "guesses": 15},
 }
 
 
@@ -81,10 +87,8 @@ def _compiled(models: Models, drafter: DraftModel | None = None) -> dict[str, An
 
 
 def _lookahead(models: Models) -> dict[str, Any]:
-    raise NotAvailable(
-        "its authors' code (hao-ai-lab/LookaheadDecoding) was written for transformers 4.36 and replaces "
-        "`GenerationMixin.greedy_search`, which transformers no longer has; no kept implementation is known"
-    )
+    sizes = _LOOKAHEAD_SIZES["cuda" if models.target.device.type == "cuda" else "cpu"]
+    return {"assistant_model": LookaheadDrafter(**sizes)}
 
 
 def _drafter(models: Models, name: str = FALCON, **options: Any) -> dict[str, Any]:
@@ -235,6 +239,11 @@ def resolve(names: list[str], models: Models) -> tuple[dict[str, dict[str, Any]]
             drafter = arguments.get("assistant_model")
             if not isinstance(drafter, DraftModel):
                 raise ValueError(f"`methods` has {name!r}, but `{base}` has no trees: leave out {at + budget!r}.")
+            if isinstance(drafter, LookaheadDrafter):
+                raise ValueError(
+                    f"`methods` has {name!r}, but the trees of `{base}` have the sizes of its window and its n-grams: "
+                    f"leave out {at + budget!r}."
+                )
             if not budget.isdecimal() or int(budget) < 1:
                 raise ValueError(f"`methods` has {name!r}: give a number of nodes after the @, as in `{base}@8`.")
             arguments["assistant_model"] = _with_options(drafter, num_assistant_tokens=int(budget))
