@@ -12,7 +12,7 @@ from tiny_models import (
     tiny_drafter,
     tiny_tokenizer,
 )
-from transformers import CompileConfig, GenerationMixin
+from transformers import CompileConfig
 
 from hf_falcon import CausalLMDrafter
 from hf_falcon.bench import methods, runner
@@ -54,7 +54,7 @@ def test_both_loops_with_a_draft_model(models):
 )
 def test_every_method_answers_like_plain_decoding(models, tmp_path, settings):
     names = "plain prompt_lookup lookup lookup@3 eagle_like falcon_chain falcon_static falcon_dynamic".split()
-    names += "falcon_no_decision falcon_no_cost_model falcon_no_lookup falcon falcon@3".split()
+    names += "lookahead falcon_no_decision falcon_no_cost_model falcon_no_lookup falcon falcon@3".split()
     names += "plain_packed falcon_packed".split()
     found, absent = methods.resolve(names, models)
     assert list(found) == names and not absent
@@ -192,13 +192,10 @@ def test_the_gap_is_that_of_plain_decodings_logits(models, tmp_path, monkeypatch
 
 
 def test_methods_that_cannot_run(models):
-    found, absent = methods.resolve(["draft_model", "assisted", "medusa_like", "lookahead"], models)
+    found, absent = methods.resolve(["draft_model", "assisted", "medusa_like"], models)
     assert not found
     assert absent["draft_model"] == absent["assisted"] == "no smaller language model is given as `draft_model`"
     assert absent["medusa_like"] == "no drafter is given as `medusa_like`"
-    assert "`GenerationMixin.greedy_search`" in absent["lookahead"]
-    # What that says of transformers is so.
-    assert not hasattr(GenerationMixin, "greedy_search")
     models.drafters["falcon"] = tiny_drafter(models.target, block_size=2)
     assert "give one with 1 and none as `eagle_like`" in methods.resolve(["eagle_like"], models)[1]["eagle_like"]
 
@@ -208,6 +205,7 @@ def test_methods_that_cannot_run(models):
     [
         ("fast", "`methods` has 'fast': choose from plain, plain_compiled, "),
         ("plain@8", "`methods` has 'plain@8', but `plain` has no trees: leave out '@8'"),
+        ("lookahead@8", "the trees of `lookahead` have the sizes of its window and its n-grams: leave out '@8'"),
         ("falcon@", "give a number of nodes after the @, as in `falcon@8`"),
         ("falcon@0", "`methods` has 'falcon@0': give a number"),
         ("falcon@x", "`methods` has 'falcon@x': give a number"),

@@ -190,9 +190,9 @@ class LookaheadBranches:
 
 class LookaheadDrafter(LookupDrafter):
     """
-    Lookahead decoding, for any target and without a network. Besides the n-grams of the window's columns, the pool has
-    those of the prompt and of the text. A window's token that is right is accepted like an n-gram's. Calls with several
-    rows are decoded without drafts; a target that takes no trees has the n-grams of the text alone.
+    Lookahead decoding, for any target and without a network. The pool has the n-grams of the window's columns, of the
+    prompt and of the new text. A window's token that is right is accepted as an n-gram's is. Calls with several rows
+    are decoded without drafts; a target that takes no trees has the n-grams of the text alone.
 
     Args:
         window (`int`): columns of the window, W in the paper.
@@ -210,7 +210,7 @@ class LookaheadDrafter(LookupDrafter):
         super().__init__()
         self._sizes = window, ngram, guesses
         self._branches: LookaheadBranches | None = None
-        # All nodes are verified, so no tree is larger than the budget: a tree without its window would be another method.
+        # No tree is larger than this, so all nodes are verified: a tree without its window would be another method.
         options = self.generation_config
         options.num_assistant_tokens_schedule = "constant"
         nodes = (window + ngram + guesses) * (ngram - 1)
