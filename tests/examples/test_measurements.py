@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -418,3 +419,61 @@ def test_share_of_values_that_depend_on_other_rows():
         layer.mlp.up_proj.__class__ = Shared
     values = sum(m.out_features for m in script.decoder_layers(target)[0].modules() if hasattr(m, "in_features"))
     assert script.share(target) >= 0.9 * target.config.intermediate_size / values
+
+
+def study_words(workplace, folder, *words):
+    tiny_drafter(tiny_target("llama"), block_size=2).save_pretrained(folder / "k2")
+    (folder / "prompts.jsonl").write_text("".join(json.dumps({"turns": [text]}) + "\n" for text in TEXTS[:2]))
+    found = ["--target", workplace / "target", "--drafters", f"k1={workplace / 'drafter'}", f"k2={folder / 'k2'}"]
+    found += ["--data", folder / "prompts.jsonl", "--dtype", "float32", "--max_new_tokens", "12"]
+    return [*map(str, found), "--output", str(folder / "study"), *words]
+
+
+def test_parameter_study(workplace, tmp_path, monkeypatch, capsys):
+    grid = ["--nodes", "2", "6", "--passes", "1", "2"]
+    monkeypatch.setattr("sys.argv", ["parameter_study.py", *study_words(workplace, tmp_path, *grid)])
+    script = example("parameter_study")
+    script.main()
+    printed = capsys.readouterr().out
+    # In float32 every cell has plain decoding's tokens, and so a ratio.
+    assert (
+        "differs" not in printed
+        and len(re.findall(r"^\| [26] \| (?:[\d.]+, [\d.]+, [\d.]+ \| ?){2}$", printed, re.M)) == 4
+    )
+    assert len(re.findall(r"^\| (?:best of the grid|cost model).* \| 2/2 \|$", printed, re.M)) == 4
+    traces = (tmp_path / "study" / "traces.jsonl").read_text().splitlines()
+    # Two drafters with four cells and the cost model each, plain decoding and the prompt alone, on two prompts.
+    assert len(traces) == 1 + 2 * (2 * 5 + 2)
+    assert (tmp_path / "study" / "study.md").read_text().strip() in printed
+    for line in map(json.loads, traces[1:]):
+        if sizes := re.search(r"n = (\d), m = (\d)", line["method"]):
+            nodes, passes = map(int, sizes.groups())
+            found = line["statistics"]
+            assert 0 < found["drafted_tokens"] <= nodes * found["rounds"]
+            # The last round may have no place for a draft token.
+            assert found["rounds"] - 1 <= found["passes"] <= passes * found["rounds"]
+            assert passes == 1 or found["passes"] > found["rounds"]
+
+    # An interrupted run resumes, also in the middle of a line; nothing is measured twice.
+    (tmp_path / "study" / "traces.jsonl").write_text("\n".join(traces[:-1]) + "\n" + traces[-1][:40])
+    asked = []
+    generate = script.Study._generate
+    monkeypatch.setattr(script.Study, "_generate", lambda *args: asked.append(args[1]) or generate(*args))
+    script.main()
+    # It warms up first.
+    assert asked == [json.loads(traces[-1])["method"]] * 2
+    assert (tmp_path / "study" / "study.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_parameter_study_of_other_settings(workplace, tmp_path, monkeypatch, capsys):
+    words = study_words(workplace, tmp_path, "--nodes", "2", "--passes", "1")
+    monkeypatch.setattr("sys.argv", ["parameter_study.py", *words])
+    script = example("parameter_study")
+    script.main()
+    monkeypatch.setattr("sys.argv", ["parameter_study.py", *words, "--lookup", "4"])
+    with pytest.raises(ValueError, match="`prompt_lookup_num_tokens` 0, and this run has 4"):
+        script.main()
+    monkeypatch.setattr("sys.argv", ["parameter_study.py", *words, "--drafters", "k1"])
+    with pytest.raises(SystemExit):
+        script.main()
+    assert "`--drafters` is 'k1'" in capsys.readouterr().err
