@@ -6,7 +6,7 @@ import argparse
 import pytest
 import torch
 from example_scripts import example
-from tiny_models import new_drafter, prompt, tiny_drafter, tiny_target
+from tiny_models import new_drafter, prompt, tiny_target
 
 from hf_falcon.bench.memory import drafter_bytes, weight_bytes
 from hf_falcon.commands import train
