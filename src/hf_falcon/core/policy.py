@@ -87,8 +87,8 @@ class AcceptanceStats:
         self.cost = 0.0
         # Drafted rounds that these means are of.
         self.drafted_rounds = 0
-        # Tokens in the time of a plain step.
-        self.rate = 1.0
+        # Tokens in the time of a plain step; at first a modest drafter's: trees that are too large cost most.
+        self.rate = 1.2
         # Tokens that drafting may lose before it pauses.
         self.credit = _CREDIT
         # Means of the probability that a further pass continues a right path, after 1, 2, ... passes.
