@@ -76,7 +76,9 @@ def test_useless_drafters_cost_little_in_short_answers(machine, drafter):
 @pytest.mark.parametrize("drafter, least", [("strong", 1.08), ("fair", 1.08), ("wrong", 0.96)])
 def test_a_machine_that_is_busy_at_times(drafter, least):
     """The curve changes its shape every 400 tokens: drafting pauses soon, and comes back."""
-    found = ratio_of(lambda tokens: LOADED if tokens // 400 % 2 else QUIET, DRAFTERS[drafter], 8, 400, skipped=1, seeds=4)
+    found = ratio_of(
+        lambda tokens: LOADED if tokens // 400 % 2 else QUIET, DRAFTERS[drafter], 8, 400, skipped=1, seeds=4
+    )
     assert found >= least
 
 
