@@ -29,7 +29,7 @@ _FIXED_SIZES = {
     "cpu": {"num_assistant_tokens": 8, "num_draft_passes": 3},
     "cuda": {"num_assistant_tokens": 32, "num_draft_passes": 5},
 }
-# Of lookahead decoding: the paper's for its smallest model, on a GPU; and a quarter of its nodes.
+# Of lookahead decoding: on a GPU those of llama.cpp's example, elsewhere a quarter of the nodes.
 _LOOKAHEAD_SIZES = {
     "cpu": {"window": 5, "ngram": 4, "guesses": 5},
     "cuda": {"window": 15, "ngram": 5, "guesses": 15},
