@@ -39,17 +39,8 @@ def test_no_two_prompts_share_eight_words():
 
 
 def test_evaluate_reads_them(workplace, tmp_path, capsys):
-    words = [
-        "--target",
-        workplace / "target",
-        "--drafter",
-        workplace / "drafter",
-        "--dtype",
-        "float32",
-        "--limit",
-        "2",
-    ]
-    words += ["--max_new_tokens", "4", "--json", "--check", "--data", *FILES]
+    words = ["--target", workplace / "target", "--drafter", workplace / "drafter", "--dtype", "float32"]
+    words += ["--limit", "2", "--max_new_tokens", "4", "--json", "--check", "--data", *FILES]
     # The tiny tokenizer knows few letters, and its target has short contexts: the ends of the prompts will do.
     for number, file in enumerate(FILES, start=len(words) - len(FILES)):
         words[number] = tmp_path / file.name
