@@ -226,7 +226,9 @@ def draft_loss(
         noise (`float`, *optional*, defaults to 0.1):
             Uniform noise in (-noise, noise) on normalised input features, against the drift of fed-back features.
         glancing_ratio (`float`, *optional*, defaults to 0.0):
-            Lambda of this step. Ignored at `block_size=1`, as a block then has no other token to learn from.
+            Lambda of this step. Ignored at `block_size=1`, as a block then has no other token to learn from, and for
+            drafters of a single pass, such as Medusa's heads: they read the end of a block alone, where a glance would
+            show them the text that they predict.
         passes (`int`, *optional*, defaults to 1):
             Draft passes unrolled: pass j + 1 reads the features that pass j predicted (HASS, EAGLE-3).
 
@@ -261,7 +263,7 @@ def draft_loss(
     previous = shift_left(embeds, block_size - 1)
 
     given, given_embeds = features, embeds
-    if glancing_ratio > 0 and block_size > 1:
+    if glancing_ratio > 0 and block_size > 1 and drafter.max_draft_passes != 1:
         with torch.no_grad():
             first = drafter.condition(draft_pass(drafter, features, embeds, block_ids, batch.valid), previous)[judged]
             wrong = torch.zeros_like(judged)
