@@ -69,7 +69,9 @@ def test_medusa_like_generates_and_learns(tmp_path):
     assert losses[-1] < 0.6 * losses[0] and all(p.grad is not None for p in drafter.parameters())
     # A glance would show the heads features of the text that they predict.
     without, glanced = (
-        draft_loss(drafter, heads, batch, torch.Generator().manual_seed(0), DistillationWeights(), glancing_ratio=ratio)
+        draft_loss(
+            drafter, heads, batch, torch.Generator().manual_seed(0), DistillationWeights(), glancing_ratio=ratio
+        )
         for ratio in (0.0, 0.8)
     )
     assert glanced.loss.item() == without.loss.item()
