@@ -2,6 +2,7 @@
 """The probe: what a target takes as it stands, tried once, and rules for what shows later only."""
 
 import copy
+import itertools
 from functools import partial, wraps
 
 import pytest
@@ -11,7 +12,7 @@ from shrunken import tiny_model
 from tiny_models import new_target, prompt, random_tokens, tiny_drafter, tiny_target
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, distribute_tensor
-from transformers import DynamicCache, MixtralConfig, MixtralForCausalLM
+from transformers import DynamicCache, LlamaConfig, MixtralConfig, MixtralForCausalLM
 
 import hf_falcon
 from hf_falcon.checkpoint_files import weights_fingerprint
@@ -72,6 +73,14 @@ def test_what_targets_take(name, dtype, way, forwards):
     assert verdict_of_prompt(target, prompt(5)).way == way and len(forwards) == before
 
 
+def test_the_probes_tokens_are_ordinary():
+    config = LlamaConfig(vocab_size=1000, bos_token_id=257, eos_token_id=[1, 264], pad_token_id=None)
+    tokens = list(itertools.islice(probe._ordinary_tokens(config), 200))
+    assert 50 < len(set(tokens)) < 100 and tokens[0] == tokens[len(set(tokens))]
+    assert min(tokens) >= 250 and max(tokens) < 750 and not {257, 264} & set(tokens)
+    assert next(probe._ordinary_tokens(LlamaConfig(vocab_size=1, bos_token_id=0))) == 0
+
+
 def test_few_forwards_once(forwards):
     target = forwards.of(new_target("llama"))
     verdict_of_prompt(target, prompt(9))
@@ -104,6 +113,20 @@ class Forgetful(nn.Module):
 
     def forward(self, ids):
         return self.embedding(ids) * (2.0 if ids.shape[1] == 1 else 1.0)
+
+
+@pytest.mark.parametrize("forgets, way", [(False, TREES), (True, PLAIN)])
+def test_tokens_that_are_never_written(forgets, way):
+    """Their logits are far larger than what shows a fault."""
+    target = new_target("llama")
+    if forgets:
+        target.model.embed_tokens = Forgetful(target.model.embed_tokens)
+
+    def without_three(module, inputs, logits):
+        return torch.cat((torch.full_like(logits[..., :3], torch.finfo(logits.dtype).min), logits[..., 3:]), dim=-1)
+
+    target.lm_head.register_forward_hook(without_three)
+    assert verdict_of_prompt(target, prompt(9)).way == way
 
 
 @pytest.mark.parametrize("what", ["forward", "prepare_inputs_for_generation", "embedding"])

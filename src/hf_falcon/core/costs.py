@@ -34,7 +34,7 @@ _UNMEASURED_PASS = 0.1
 # A coarse clock may say 0.
 _LEAST = 1e-4
 # Rounds between two plain steps where everything is drafted: at first, and at most, doubling. They give the unit.
-_SHORTEST_INTERVAL, _LONGEST_INTERVAL = 16, 64
+_SHORTEST_INTERVAL, _LONGEST_INTERVAL = 32, 64
 
 
 class Stopwatch:
@@ -285,5 +285,4 @@ def default_prior(key: CostKey) -> dict[int, float]:
     else:
         # In float32 the products of two rows are much slower than those of one.
         free, slope, first = 4, 1 / 32, 0.3 if key.dtype == "torch.float32" and rows == 1 else 0.0
-    found = {nodes: 1.0 + first * (nodes > 0) + slope * max(0, rows * (nodes + 1) - free) for nodes in range(most + 1)}
-    return found
+    return {nodes: 1.0 + first * (nodes > 0) + slope * max(0, rows * (nodes + 1) - free) for nodes in range(most + 1)}
