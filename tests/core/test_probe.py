@@ -73,6 +73,22 @@ def test_what_targets_take(name, dtype, way, forwards):
     assert verdict_of_prompt(target, prompt(5)).way == way and len(forwards) == before
 
 
+@pytest.mark.parametrize(
+    "model_type, way",
+    [
+        ("gemma3_text", TREES),
+        ("mixtral", TREES),
+        ("olmoe", TREES),
+        ("cpmant", PLAIN),
+        ("falcon_mamba", PLAIN),
+        ("recurrent_gemma", PLAIN),
+    ],
+)
+def test_faults_are_larger_than_what_rounding_does(model_type, way):
+    target = tiny_model(model_type).to(torch.bfloat16)
+    assert verdict_of_prompt(target, prompt(9)).way == way
+
+
 def test_the_probes_tokens_are_ordinary():
     config = LlamaConfig(vocab_size=1000, bos_token_id=257, eos_token_id=[1, 264], pad_token_id=None)
     tokens = list(itertools.islice(probe._ordinary_tokens(config), 200))
