@@ -249,8 +249,8 @@ def test_few_rows_are_filled_up(sizes):
         assert found.shape == (1, count, sizes[1]) and torch.equal(found, expected[:, :count])
 
 
-def test_large_products_are_left_alone_where_rows_do_not_depend_on_their_number():
-    """It is the processor that decides, and the number of threads."""
+def test_rows_of_a_large_product():
+    """Some processors must fill them up, and others not; the number of threads counts as well."""
     least = least_rows(576, 576, torch.bfloat16)
     torch.manual_seed(0)
     layer, rows = torch.nn.Linear(576, 576).bfloat16(), torch.randn(1, 40, 576).bfloat16()
