@@ -75,7 +75,7 @@ def probability(text: list[int], memory: list[list[int]], path: tuple[int, ...],
         votes: Counter[int] = Counter()
         for follows, matched in matches:
             votes[follows[depth]] += odds_of(min(32, matched + depth))
-        product *= votes[token] / (1.0 + votes.total())
+        product *= votes[token] / max(1.0, len(votes) + votes.total())
         matches = [(follows, matched) for follows, matched in matches if follows[depth] == token]
     return product
 
@@ -116,6 +116,16 @@ def test_continuations_are_the_most_probable_ones(text, remembered, limit, max_d
     assert [math.exp(each) for each in found.log_probs] == pytest.approx([every[path] for path in paths])
     assert sorted(every.values(), reverse=True)[: len(paths)] == pytest.approx([every[path] for path in paths])
     assert found.probability == pytest.approx(max(every.values()) if paths else 0.0)
+
+
+def test_a_context_that_went_on_in_many_ways_foretells_little():
+    sums = []
+    # One, two and three different tokens behind the 1: all of them together are no more probable than one alone.
+    for text in ([1, 2, 1], [1, 2, 1, 3, 1], [1, 2, 1, 3, 1, 4, 1]):
+        lookup = new_lookup()
+        lookup.extend(text)
+        sums.append(sum(map(math.exp, lookup.find(8, 1).log_probs)))
+    assert sums == pytest.approx([0.5, 0.5, 0.5])
 
 
 def test_a_repetition_goes_on():

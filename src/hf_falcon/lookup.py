@@ -239,8 +239,9 @@ class LookedUp(NamedTuple):
 class TextLookup:
     """
     Looks up how one sequence of a `generate` call goes on. Each match votes for the token at its place, with the odds
-    that a match of its length was right before; one vote is for a token behind none of the places. So a token's
-    probability grows with its places and with the length of their matches.
+    that a match of its length was right before. A token behind none of the places has as many votes as there are
+    different tokens behind them (Witten and Bell 1991): a context that went on in many ways foretells little. So a
+    token's probability grows with its places and with the length of their matches, and falls with every other token.
 
     Args:
         shares (`list[Share]`): how often matches of the lengths in `_SHARES` are right; updated.
@@ -283,7 +284,7 @@ class TextLookup:
                 if match.token < self._vocab_size:
                     followers.setdefault(match.token, []).append(match)
             votes = {token: sum(odds[_SHARE_OF[each.matched]] for each in by) for token, by in followers.items()}
-            total = 1.0 + sum(votes.values())
+            total = len(votes) + sum(votes.values())
             for token, count in votes.items():
                 score = log_prob + math.log(count / total)
                 heapq.heappush(open_nodes, (-score, next(order), parent, depth, token, followers[token]))
