@@ -9,6 +9,7 @@ from training_runs import logged, token_file, trainer
 
 from hf_falcon.drafters.eagle3 import Eagle3DraftModel
 from hf_falcon.drafters.eagle3_config import Eagle3DraftConfig
+from hf_falcon.training import muon as muon_module
 from hf_falcon.training.muon import MuonWithAdamW
 from hf_falcon.training.trainer import DraftSamples, FalconTrainer, FalconTrainingArguments
 
@@ -45,7 +46,8 @@ def joint(network):
     return optimizer, fall(optimizer)
 
 
-def test_it_is_both_optimizers_side_by_side():
+def test_it_is_both_optimizers_side_by_side(monkeypatch):
+    monkeypatch.setattr(muon_module, "has_bfloat16_products", lambda: True)
     network, other = layers(), layers()
     optimizer, scheduler = joint(network)
     run(network, [optimizer], [scheduler], 6)
@@ -56,6 +58,28 @@ def test_it_is_both_optimizers_side_by_side():
     for found, expected in zip(network.parameters(), other.parameters()):
         assert torch.equal(found, expected)
     assert not torch.equal(found, list(layers().parameters())[-1])
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_products_are_in_bfloat16_where_the_processor_has_them(monkeypatch, native):
+    monkeypatch.setattr(muon_module, "has_bfloat16_products", lambda: native)
+    # Wide and tall: Muon transposes the latter.
+    matrices = [torch.nn.Parameter(torch.randn(shape)) for shape in ((24, 40), (40, 24))]
+    before, gradients = [each.detach().clone() for each in matrices], [torch.randn_like(each) for each in matrices]
+    for each, gradient in zip(matrices, gradients):
+        each.grad = gradient.clone()
+    MuonWithAdamW(matrices, [torch.nn.Parameter(torch.zeros(1))], lr=0.1, betas=BETAS, eps=EPS).step()
+    for each, old, gradient in zip(matrices, before, gradients):
+        assert torch.equal(each.grad, gradient)
+        # The first momentum is a share of the gradient; Newton and Schulz's iteration in double precision.
+        ortho = gradient.double() / gradient.double().norm()
+        for _ in range(5):
+            gram = ortho @ ortho.T
+            ortho = 3.4445 * ortho + (-4.775 * gram + 2.0315 * gram @ gram) @ ortho
+        update = 0.1 * 0.2 * 40**0.5 * ortho
+        error = ((old - each.detach()).double() - update).norm() / update.norm()
+        assert (error > 1e-3) if native else (error < 1e-4)
+        assert error < 0.05
 
 
 def test_its_state_is_saved_and_loaded():

@@ -27,6 +27,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ..core.drafter import DraftModel
+from ..cpu.processor import has_bfloat16_products
 from ..drafters.auto import AutoDrafter
 from ..training.chat_templates import other_variables
 from .printable import printable
@@ -52,8 +53,7 @@ def fastest_dtype(device: str | torch.device) -> torch.dtype:
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     elif device.type == "cpu":
-        # oneDNN's own check is also true where bfloat16 is only emulated, and so slower than float32.
-        native = torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
+        native = has_bfloat16_products()
     else:
         native = False
     return torch.bfloat16 if native else torch.float32

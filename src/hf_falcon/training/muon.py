@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
+from torch.overrides import TorchFunctionMode
+
+from ..cpu.processor import has_bfloat16_products
 
 
 class MuonWithAdamW(Optimizer):
@@ -55,8 +58,9 @@ class MuonWithAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for part in self._parts:
-            part.step()
+        with _NativeProducts():
+            for part in self._parts:
+                part.step()
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -68,3 +72,16 @@ class MuonWithAdamW(Optimizer):
         """Groups and states exist once: what a scheduler or a checkpoint changes, both parts see."""
         for part, group in zip(self._parts, self.param_groups, strict=True):
             part.param_groups, part.state = [group], self.state
+
+
+class _NativeProducts(TorchFunctionMode):
+    """
+    On a processor without products in bfloat16, Muon's are in the gradient's own dtype: torch asks for bfloat16
+    without an option, and emulating it takes three times as long as float32.
+    """
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is Tensor.bfloat16 and args[0].device.type == "cpu" and not has_bfloat16_products():
+            # Muon goes on in place.
+            return args[0].clone()
+        return function(*args, **(kwargs or {}))
