@@ -17,6 +17,7 @@ OTHER_LIBRARIES = {
     "_hf_hook",
     "_inductor",
     "_is_amx_tile_supported",
+    "_is_avx512_bf16_supported",
     "_is_mkldnn_bf16_supported",
     "_linear_pointwise",
     "_make_wrapper_subclass",
