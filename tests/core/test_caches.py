@@ -162,7 +162,7 @@ def test_memory_of_keys_and_values(rows, monkeypatch):
     settings = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
     target.generate(ids, assistant_model=drafter, past_key_values=cache, **settings)
     # The drafter has one layer of the same shape.
-    assert max(found) - before < 1.1 + 2 / 16 and len(found) > 17
+    assert 0.9 < max(found) - before < 1.1 + 2 / 16 and len(found) > 17
     kept = {each.untyped_storage().data_ptr(): each for layer in cache.layers for each in (layer.keys, layer.values)}
     assert sum(each.untyped_storage().nbytes() for each in kept.values()) < 1.1 * 16 * layer_bytes
 

@@ -30,7 +30,7 @@ import torch.utils.backend_registration as registration
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_map
 
 if not hasattr(registration, "_setup_privateuseone_for_python_backend"):
     pytest.skip(f"torch {torch.__version__} has no devices written in Python", allow_module_level=True)
@@ -161,16 +161,29 @@ def on_device(tensor: Tensor, place: str = "sim:0") -> DeviceTensor:
     return DeviceTensor(tensor.clone(), torch.device(place))
 
 
+def _each_tensor(change: Callable[[Tensor], Any], value: Any) -> Any:
+    """`tree_map` over the tensors of an operation's arguments or results; these nest lists and tuples only."""
+    if isinstance(value, Tensor):
+        return change(value)
+    return type(value)([_each_tensor(change, each) for each in value]) if isinstance(value, (list, tuple)) else value
+
+
+def _value_of(tensor: Tensor) -> Tensor:
+    return tensor.value if isinstance(tensor, DeviceTensor) else tensor
+
+
 def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     name = function._schema.name
-    tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    tensors: list[Tensor] = []
+    _each_tensor(tensors.append, [args, list(kwargs.values())])
     places = {each.device for each in tensors if isinstance(each, DeviceTensor)}
     asked = kwargs.get("device")
     if not places and not _is_ours(asked):
         return function(*args, **kwargs)
     _counts.launch(name)
     if name in _MOVES:
-        result = function(*on_host(args), **{key: value for key, value in kwargs.items() if key != "device"})
+        others = {key: value for key, value in kwargs.items() if key != "device"}
+        result = function(*_each_tensor(_value_of, args), **others)
         if not places and not kwargs.get("non_blocking"):
             _counts.sync("copy from the host")
         if asked is None or _is_ours(asked):
@@ -180,11 +193,11 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     if name == "aten::copy_":
         if not isinstance(args[0], DeviceTensor):
             _counts.sync("copy to the host")
-        function(*on_host(args))
+        function(*_each_tensor(_value_of, args))
         return args[0]
     if name in _WAITS:
         _counts.sync(name)
-    if name in _INDEXING and any(each.dtype == torch.bool for each in tree_leaves(args[1]) if each is not None):
+    if name in _INDEXING and any(each.dtype == torch.bool for each in args[1] if each is not None):
         _counts.sync("boolean mask")
     allowed = _INDEXING if name in _INDEXING else set()
     strangers = [each for each in tensors if not isinstance(each, DeviceTensor) and each.dim() > 0]
@@ -192,14 +205,17 @@ def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         found = sorted({str(each.device) for each in tensors})
         raise RuntimeError(f"Expected all tensors to be on the same device, but {name} got {' and '.join(found)}")
     place = _numbered(asked) if asked is not None else next(iter(places))
-    result = _compute(name, function, on_host(args), on_host({**kwargs, **({"device": HOST} if asked else {})}))
+    others = {key: _each_tensor(_value_of, value) for key, value in kwargs.items()}
+    if asked is not None:
+        others["device"] = HOST
+    result = _compute(name, function, _each_tensor(_value_of, args), others)
     if function._schema.is_mutable and isinstance(result, Tensor):
         given = [*zip(function._schema.arguments, args)]
         given += [(each, kwargs[each.name]) for each in function._schema.arguments if each.name in kwargs]
         for argument, value in given:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 return value
-    return tree_map(lambda each: DeviceTensor(each, place) if isinstance(each, Tensor) else each, result)
+    return _each_tensor(lambda each: DeviceTensor(each, place), result)
 
 
 _PRODUCTS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
@@ -237,11 +253,13 @@ class _Operations(TorchDispatchMode):
 
 class _Factories(TorchFunctionMode):
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, name = dict(kwargs or {}), getattr(function, "__name__", "")
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if name not in _FACTORIES:
+            return function(*args, **kwargs)
         place = kwargs.get("device")
         if name == "new_tensor" and isinstance(args[0], DeviceTensor) and place is None:
             return DeviceTensor(torch.tensor(args[1], dtype=kwargs.get("dtype", args[0].dtype)), args[0].device)
-        if name not in _FACTORIES or not _is_ours(place):
+        if not _is_ours(place):
             return function(*args, **kwargs)
         if name == "as_tensor" and isinstance(args[0], DeviceTensor):
             return args[0]

@@ -7,6 +7,7 @@ that runs where this package is not installed.
 from __future__ import annotations
 
 import ast
+import functools
 import importlib
 import math
 import textwrap
@@ -345,6 +346,7 @@ def core_files() -> list[Path]:
     return sorted({Path(drafter.__file__), *map(Path, get_relative_import_files(drafter.__file__))})
 
 
+@functools.cache
 def travelling_code(source: str) -> str:
     """
     The text of a module with fewer lines: docstrings of classes and functions are cut to their first sentence, those
