@@ -247,8 +247,8 @@ def test_learning_between_calls_takes_its_share_of_their_time(share):
     clock = Clock()
     with learner(drafter, target, clock, share=share, uses=1000) as found:
         units = counted(found, clock, 0.5)
-        for seed in range(60):
-            call(target, drafter, seed, streamer=Slow(clock, 2.0))
+        for seed in range(30):
+            call(target, drafter, seed, streamer=Slow(clock, 4.0))
         found.options.folder = None
         assert len(units) * 0.5 <= share * 120 + 0.5
         assert len(units) * 0.5 >= share * 120 - 2 * 0.5
