@@ -255,8 +255,7 @@ def launches_of_a_round(layers, rows=1, block_size=1, **tree) -> int:
     target = new_target("llama", num_hidden_layers=layers)
     drafter = new_drafter(target, block_size=block_size, **SHIPPED)
     simulated_device.move(target), simulated_device.move(drafter)
-    settings = {"max_new_tokens": 16, **TREE, **tree}
-    return max(launches for _, launches in rounds(target, drafter, random_tokens(rows, 9), **settings))
+    return max(launches for _, launches in rounds(target, drafter, random_tokens(rows, 9), **{**TREE, **tree}))
 
 
 def test_launches_of_a_round():

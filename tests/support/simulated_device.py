@@ -151,9 +151,13 @@ def _numbered(place: Any) -> torch.device:
     return torch.device("sim", torch.device(place).index or 0)
 
 
+def _value_of(each: Any) -> Any:
+    return each.value if isinstance(each, DeviceTensor) else each
+
+
 def on_host(tree: Any) -> Any:
     """The tensors of the host that tensors of the device compute with; nothing is counted."""
-    return tree_map(lambda each: each.value if isinstance(each, DeviceTensor) else each, tree)
+    return tree_map(_value_of, tree)
 
 
 def on_device(tensor: Tensor, place: str = "sim:0") -> DeviceTensor:
@@ -166,10 +170,6 @@ def _each_tensor(change: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, Tensor):
         return change(value)
     return type(value)([_each_tensor(change, each) for each in value]) if isinstance(value, (list, tuple)) else value
-
-
-def _value_of(tensor: Tensor) -> Tensor:
-    return tensor.value if isinstance(tensor, DeviceTensor) else tensor
 
 
 def _run(function: Any, args: Any, kwargs: dict[str, Any]) -> Any:

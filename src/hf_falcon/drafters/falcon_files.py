@@ -7,12 +7,12 @@ that runs where this package is not installed.
 from __future__ import annotations
 
 import ast
-import functools
 import importlib
 import math
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -346,7 +346,7 @@ def core_files() -> list[Path]:
     return sorted({Path(drafter.__file__), *map(Path, get_relative_import_files(drafter.__file__))})
 
 
-@functools.cache
+@cache
 def travelling_code(source: str) -> str:
     """
     The text of a module with fewer lines: docstrings of classes and functions are cut to their first sentence, those
