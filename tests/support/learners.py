@@ -1,6 +1,8 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """Tiny drafters that learn, and their calls."""
 
+import copy
+from functools import cache
 from typing import Any
 
 import torch
@@ -8,6 +10,8 @@ from tiny_models import new_drafter, new_target, prompt
 from torch import Tensor
 
 from hf_falcon import Learner, LearningOptions
+from hf_falcon.learning.recorder import CallCounts
+from hf_falcon.learning.replay_buffer import CallRecord
 
 SIZES = {"block_size": 1, "num_lstm_layers": 0, "num_hidden_layers": 1, "scale": 0}
 # What learns a lot in seconds, and only when it is told to.
@@ -47,6 +51,30 @@ def serve(target: Any, drafter: Any, seeds: range) -> None:
     """Some calls, each of which is plain decoding's."""
     for seed in seeds:
         assert torch.equal(call(target, drafter, seed), call(target, None, seed))
+
+
+@cache
+def _told() -> list[tuple[list[CallRecord], CallCounts]]:
+    """What a learner is told of the first 40 calls of a new pair. They are made once a process."""
+    target, drafter = pair()
+    told = []
+    with learner(drafter, target) as found:
+        end_call = found.end_call
+
+        def end(records: list[CallRecord], counts: CallCounts) -> None:
+            told.append((copy.deepcopy(records), copy.deepcopy(counts)))
+            end_call(records, counts)
+
+        found.end_call = end
+        serve(target, drafter, range(40))
+    return told
+
+
+def tell_of_calls(found: Learner, calls: int) -> None:
+    """Tells the learner of a new pair what it is told in `serve(target, drafter, range(calls))`, of 40 at most."""
+    for records, counts in copy.deepcopy(_told()[:calls]):
+        found.begin_call()
+        found.end_call(records, counts)
 
 
 def tau(target: Any, drafter: Any, seeds: range) -> float:
