@@ -2,8 +2,8 @@
 """
 What a round costs on this machine: the target's time for n nodes, and the time of a draft pass (Sequoia; DDTree).
 
-Costs are learnt from the rounds themselves, which are timed anyway. They begin from a prior: a plain guess, costs that
-this process has learnt under like conditions, or what `hf-falcon tune` measured.
+Costs are learnt from the rounds themselves, which are timed anyway. They begin from a prior: a plain guess that the
+prompt's forward corrects, costs that this process has learnt under like conditions, or what `hf-falcon tune` measured.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from transformers import PreTrainedModel
 from .hook import attention_implementation
 from .interfaces import part
 
-# Timings that a median is of, timings that the prior counts for, and rounds after which a timing is forgotten: the
-# machine may be busier than it was, or less busy.
+# Timings that a cost is estimated from, timings that the prior counts for, and rounds after which a timing is
+# forgotten: the machine may be busier than it was, or less busy.
 _RECENT, _PRIOR, _ROUNDS_KEPT = 5, 1.0, 256
-# The factor between the costs that decisions are made with. They stand still while the median stays near: in bfloat16
-# the size of a tree decides how its logits are rounded, so costs that change with every timing would flip near-ties
-# from run to run.
+# The factor between the costs that decisions are made with. They stand still while the estimate stays near: in
+# bfloat16 the size of a tree decides how its logits are rounded, so costs that change with every timing would flip
+# near-ties from run to run.
 _STEP = 1.15
 # What a draft pass and a commit cost before they were timed, in plain steps.
 _UNMEASURED_PASS = 0.1
@@ -75,7 +75,10 @@ class Stopwatch:
 
 
 class _Cost:
-    """A cost in plain steps: the median of recent timings, blended with a prior, in steps of a factor."""
+    """
+    A cost in plain steps: a short one of the recent timings, blended with a prior, in steps of a factor. Interruptions
+    make timings longer, never shorter; and what one of them makes look dear is not run again, so it would stand.
+    """
 
     def __init__(self, prior: float):
         self.value = self._prior = prior
@@ -83,7 +86,7 @@ class _Cost:
 
     @property
     def is_known(self) -> bool:
-        """Whether the median is of as many timings as it ever is."""
+        """Whether the cost is estimated from as many timings as it ever is."""
         return len(self._recent) == _RECENT
 
     def observe(self, cost: float, now: int) -> bool:
@@ -96,9 +99,10 @@ class _Cost:
         while self._recent and self._recent[0][0] < now - _ROUNDS_KEPT:
             self._recent.popleft()
         before, count = self.value, len(self._recent)
-        median = statistics.median(cost for _, cost in self._recent) if count else self._prior
+        # The second shortest of five, the shortest of up to three.
+        timed = sorted(cost for _, cost in self._recent)[(count - 1) // 3] if count else self._prior
         # A mean of logarithms: half and twice the prior are equally far from it.
-        known = self._prior * (median / self._prior) ** (count / (count + _PRIOR))
+        known = self._prior * (timed / self._prior) ** (count / (count + _PRIOR))
         while known > self.value * _STEP:
             self.value *= _STEP
         while known < self.value / _STEP:
@@ -115,12 +119,14 @@ class Costs:
             among them.
         sizes (sequence of `int`, *optional*): tokens of a tree, the root among them, that smaller trees are padded to,
             in ascending order; larger ones run as they are.
+        prompt_token (`float`, *optional*, defaults to 0): seconds that a token of each row took in the prompt's
+            forward. In a smaller forward it takes no less, and may take much more: so the prior is raised.
     """
 
-    def __init__(self, prior: Mapping[int, float], sizes: Sequence[int] = ()):
+    def __init__(self, prior: Mapping[int, float], sizes: Sequence[int] = (), prompt_token: float = 0.0):
         self._tokens = [size + 1 for size in sorted(prior)]
         self._prior = _ascending([prior[tokens - 1] / prior[0] for tokens in self._tokens])
-        self._sizes = tuple(sizes)
+        self._sizes, self._prompt_token = tuple(sizes), prompt_token
         # What forwards of about some number of tokens cost, as a multiple of the prior.
         self._forwards: dict[int, _Cost] = {}
         self._commit, self._pass = _Cost(_UNMEASURED_PASS), _Cost(_UNMEASURED_PASS)
@@ -162,6 +168,10 @@ class Costs:
     def observe_target(self, nodes: int, seconds: float) -> None:
         """Takes the seconds of a forward over `nodes` tokens, the root among them."""
         if nodes == 1:
+            if not self._plain:
+                least = self._prompt_token / max(seconds, _LEAST)
+                self._prior = [max(guess, least * tokens) for guess, tokens in zip(self._prior, self._tokens)]
+                self.version += 1
             self._plain.append(seconds)
             self._due, self._left = max(0, self._due - 1), self._interval
             return
@@ -258,7 +268,7 @@ class CostKey(NamedTuple):
         )
 
 
-def costs_of(target: PreTrainedModel, key: CostKey, known: dict[CostKey, Costs]) -> Costs:
+def costs_of(target: PreTrainedModel, key: CostKey, known: dict[CostKey, Costs], prompt_token: float = 0.0) -> Costs:
     """
     The costs for a key, which the rounds change.
 
@@ -266,11 +276,13 @@ def costs_of(target: PreTrainedModel, key: CostKey, known: dict[CostKey, Costs])
         target ([`PreTrainedModel`]): the target.
         key ([`CostKey`]): what its times depend on.
         known (`dict[CostKey, Costs]`): costs that this process knows; new ones are added.
+        prompt_token (`float`, *optional*, defaults to 0): seconds that a token of the call's prompts took.
     """
     if key not in known:
         read = part("prior")
         measured = None if read is None else read(target, key)
-        known[key] = Costs(default_prior(key) if measured is None else measured, key.compiled)
+        guess = Costs(default_prior(key), key.compiled, key.rows * prompt_token)
+        known[key] = guess if measured is None else Costs(measured, key.compiled)
     return known[key]
 
 

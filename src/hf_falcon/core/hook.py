@@ -18,13 +18,7 @@ from typing import Any, Protocol
 
 import transformers
 from torch import Tensor
-from transformers import (
-    Cache,
-    GenerationConfig,
-    GenerationMixin,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import Cache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 

@@ -14,12 +14,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
-from transformers import (
-    GenerationConfig,
-    LogitsProcessorList,
-    StoppingCriteriaList,
-    generation,
-)
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, generation
 from transformers.generation.streamers import BaseStreamer
 
 from .draft_statistics import NearTies
@@ -29,11 +24,7 @@ from .tree import DraftTree, to_device, to_host
 Verification = Callable[[DraftTree, Tensor, "TokenSequence"], tuple[Tensor, int]]
 
 # Criteria that read token ids alone, and so are asked on the host; by exact type, as a subclass may differ.
-_HOST_CRITERIA = {
-    generation.MaxLengthCriteria,
-    generation.MaxTimeCriteria,
-    generation.StopStringCriteria,
-}
+_HOST_CRITERIA = {generation.MaxLengthCriteria, generation.MaxTimeCriteria, generation.StopStringCriteria}
 
 
 class TokenSequence:
