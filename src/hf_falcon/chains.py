@@ -78,8 +78,6 @@ class ChainRun:
         self.length = 0
         # What forwards cost, for the decision when deferred tokens enter the cache.
         self.costs: Costs | None = None
-        # Seconds that a token of the prompt took.
-        self.prompt_token = 0.0
         # Accepted tokens that are not in the cache.
         self.deferred = 0
         # What running deferred tokens again has cost since they were first deferred, in plain steps.

@@ -19,6 +19,7 @@ from transformers.utils import logging
 from .checkpoint_files import weights_fingerprint
 from .core.costs import CostKey
 from .core.interfaces import register_part
+from .cpu.guessed_costs import guessed_costs
 from .json_files import read_json
 
 logger = logging.get_logger(__name__)
@@ -28,14 +29,19 @@ _LARGEST_FILE, _SECONDS = 2**16, (1e-9, 3600.0)
 
 
 def install() -> None:
-    """Makes the loop begin from the costs that were measured for a target."""
-    register_part("prior", load)
+    """Makes the loop begin from the costs that were measured for a target, or from a guess for this processor."""
+    register_part("prior", prior)
 
 
 def cache_folder() -> Path:
     """Where the package keeps what it found on this machine: `HF_FALCON_CACHE`, or a folder in the Hub's own."""
     given = os.environ.get("HF_FALCON_CACHE")
     return Path(given) if given else Path(constants.HF_HOME) / "hf_falcon"
+
+
+def prior(target: PreTrainedModel, cost_key: CostKey) -> dict[int, float] | None:
+    """The target's times by draft nodes: those that are kept, or a guess for this processor, or `None`."""
+    return load(target, cost_key) or guessed_costs(cost_key)
 
 
 def load(target: PreTrainedModel, cost_key: CostKey) -> dict[int, float] | None:

@@ -109,46 +109,6 @@ def test_interruptions_do_not_stand(seconds):
     assert found.target(7)[7] == pytest.approx(1.2, rel=0.16)
 
 
-def test_the_prompts_forward_raises_a_guess():
-    """A token of a tree takes no less time than one of the prompt."""
-    found = Costs({nodes: 2.0 + nodes / 31 for nodes in range(32)}, prompt_token=0.01)
-    guess, version = found.target(31), found.version
-    found.observe_target(1, 0.1)
-    raised = found.target(31)
-    assert found.version > version and raised[0] == 1.0 and raised[31] == pytest.approx(32 * 0.1)
-    assert raised[1:5] == pytest.approx(guess[1:5]) and raised == sorted(raised)
-    # The first plain step says what a token of the prompt is in plain steps; later ones change nothing.
-    found.observe_target(1, 10.0)
-    assert found.target(31) == raised
-    for _ in range(6):
-        found.observe_target(32, 1.5 * 0.1)
-    assert found.target(31)[31] < 2.0
-
-
-def test_prompts_that_say_what_a_token_takes(monkeypatch):
-    """Long ones, on a CPU, and only where nobody has measured anything."""
-    seen, costs_of = [], costs.costs_of
-
-    def seen_costs(target, key, known, prompt_token):
-        seen.append((key.rows, prompt_token))
-        return costs_of(target, key, known, prompt_token)
-
-    monkeypatch.setattr("hf_falcon.core.decoding.costs_of", seen_costs)
-    target = tiny_target("llama")
-    drafter = tiny_drafter(target, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=6)
-    for rows, length in ((1, 8), (1, 80), (2, 8), (2, 40)):
-        target.generate(
-            prompt(length).repeat(rows, 1), assistant_model=drafter, max_new_tokens=4, min_new_tokens=4, pad_token_id=0
-        )
-    assert [rows for rows, _ in seen] == [1, 1, 2, 2]
-    assert [seconds > 0.0 for _, seconds in seen] == [False, True, False, True]
-    key = cost_key(target)
-    cost_files.save(target, key, {0: 1.0, 8: 1.5})
-    measured = costs_of(target, key, {}, prompt_token=100.0)
-    measured.observe_target(1, 1.0)
-    assert measured.target(8)[8] == pytest.approx(1.5)
-
-
 def test_a_clock_that_says_0():
     found = timed({0: 1.0}, (8, 0.0), plain=1.0)
     for _ in range(9):

@@ -73,13 +73,6 @@ def test_useless_drafters_cost_little_in_short_answers(machine, drafter):
     assert ratio_of(lambda _: MACHINES[machine], DRAFTERS[drafter], 5, 64, skipped=1) >= 0.96
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
-def test_first_answers_where_each_token_costs_nearly_a_plain_step(drafter):
-    """No tree pays there, and the prompt's forward has shown it before the first one."""
-    machine = MACHINES["CPU without vectors"]
-    assert ratio_of(lambda _: machine, DRAFTERS[drafter], 1, 64, seeds=4) >= 0.96
-
-
 @pytest.mark.parametrize("drafter, least", [("strong", 1.08), ("fair", 1.08), ("wrong", 0.96)])
 def test_a_machine_that_is_busy_at_times(drafter, least):
     """The curve changes its shape every 400 tokens: drafting pauses soon, and comes back."""

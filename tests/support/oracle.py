@@ -87,7 +87,7 @@ class FreeDrafting(Costs):
     commit = draft_pass = 0.01
     plain_step_due = False
 
-    def __init__(self, prior, sizes=(), prompt_token=0.0):
+    def __init__(self, prior, sizes=()):
         super().__init__({0: 1.0, max(prior): 1.1})
         self.largest = max(prior)
 

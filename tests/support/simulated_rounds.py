@@ -135,10 +135,7 @@ class Process:
 
     def __init__(self, machine: Callable[[int], Machine], drafter: Drafter, seed: int = 0):
         self.machine, self.drafter = machine, drafter
-        first = machine(0)
-        # An accelerator's first forward says nothing.
-        prompt_token = 0.0 if first.ahead else first.cost(NODES - 1, 0) / NODES
-        self.stats, self.costs = AcceptanceStats(), Costs(first.prior, prompt_token=prompt_token)
+        self.stats, self.costs = AcceptanceStats(), Costs(machine(0).prior)
         self._text, self._draws = Text(drafter, seed + 1000), random.Random(seed)
         self._tokens = 0
         self.sizes: list[int] = []

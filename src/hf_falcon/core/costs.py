@@ -2,8 +2,8 @@
 """
 What a round costs on this machine: the target's time for n nodes, and the time of a draft pass (Sequoia; DDTree).
 
-Costs are learnt from the rounds themselves, which are timed anyway. They begin from a prior: a plain guess that the
-prompt's forward corrects, costs that this process has learnt under like conditions, or what `hf-falcon tune` measured.
+Costs are learnt from the rounds themselves, which are timed anyway. They begin from a prior: a plain guess, costs that
+this process has learnt under like conditions, or what `hf-falcon tune` measured.
 """
 
 from __future__ import annotations
@@ -119,14 +119,12 @@ class Costs:
             among them.
         sizes (sequence of `int`, *optional*): tokens of a tree, the root among them, that smaller trees are padded to,
             in ascending order; larger ones run as they are.
-        prompt_token (`float`, *optional*, defaults to 0): seconds that a token of each row took in the prompt's
-            forward. In a smaller forward it takes no less, and may take much more: so the prior is raised.
     """
 
-    def __init__(self, prior: Mapping[int, float], sizes: Sequence[int] = (), prompt_token: float = 0.0):
+    def __init__(self, prior: Mapping[int, float], sizes: Sequence[int] = ()):
         self._tokens = [size + 1 for size in sorted(prior)]
         self._prior = _ascending([prior[tokens - 1] / prior[0] for tokens in self._tokens])
-        self._sizes, self._prompt_token = tuple(sizes), prompt_token
+        self._sizes = tuple(sizes)
         # What forwards of about some number of tokens cost, as a multiple of the prior.
         self._forwards: dict[int, _Cost] = {}
         self._commit, self._pass = _Cost(_UNMEASURED_PASS), _Cost(_UNMEASURED_PASS)
@@ -168,10 +166,6 @@ class Costs:
     def observe_target(self, nodes: int, seconds: float) -> None:
         """Takes the seconds of a forward over `nodes` tokens, the root among them."""
         if nodes == 1:
-            if not self._plain:
-                least = self._prompt_token / max(seconds, _LEAST)
-                self._prior = [max(guess, least * tokens) for guess, tokens in zip(self._prior, self._tokens)]
-                self.version += 1
             self._plain.append(seconds)
             self._due, self._left = max(0, self._due - 1), self._interval
             return
@@ -268,7 +262,7 @@ class CostKey(NamedTuple):
         )
 
 
-def costs_of(target: PreTrainedModel, key: CostKey, known: dict[CostKey, Costs], prompt_token: float = 0.0) -> Costs:
+def costs_of(target: PreTrainedModel, key: CostKey, known: dict[CostKey, Costs]) -> Costs:
     """
     The costs for a key, which the rounds change.
 
@@ -276,13 +270,11 @@ def costs_of(target: PreTrainedModel, key: CostKey, known: dict[CostKey, Costs],
         target ([`PreTrainedModel`]): the target.
         key ([`CostKey`]): what its times depend on.
         known (`dict[CostKey, Costs]`): costs that this process knows; new ones are added.
-        prompt_token (`float`, *optional*, defaults to 0): seconds that a token of the call's prompts took.
     """
     if key not in known:
         read = part("prior")
         measured = None if read is None else read(target, key)
-        guess = Costs(default_prior(key), key.compiled, key.rows * prompt_token)
-        known[key] = guess if measured is None else Costs(measured, key.compiled)
+        known[key] = Costs(default_prior(key) if measured is None else measured, key.compiled)
     return known[key]
 
 

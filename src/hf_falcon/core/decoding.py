@@ -45,8 +45,6 @@ _UNUSED_FIELDS = (
     "use_mtp",
     "compile_config",
 )
-# Tokens of prompts from which their forward takes longer than a plain step, and says what a token costs.
-_LONG_PROMPT = 64
 
 
 @dataclass(frozen=True)
@@ -190,12 +188,8 @@ def decode(
         verify_row (`Callable`, *optional*): verifies the tree of a single row; exactly by default.
     """
     statistics, device = StatisticsRecorder(), run.model.device
-    with statistics.measure("target", device) as watch:
+    with statistics.measure("target", device):
         logits, prompts = run.prefill(batch.prompts)
-    tokens = sum(each.features.shape[1] for each in prompts)
-    # An accelerator loads its programs meanwhile.
-    if device.type == "cpu" and tokens >= _LONG_PROMPT:
-        run.prompt_token = sum(watch.seconds() or ()) / tokens
     rows = [Row(place, *each) for place, each in enumerate(zip(batch.rows, generators))]
     for row in rows:
         row.sequence.emit(int(row.sequence.choose(logits[row.place][None])))
@@ -279,7 +273,7 @@ def _policy(run: TargetRun, rows: Sequence[Row], batch: Batch) -> DraftPolicy:
         model, run.length, options.num_assistant_tokens, len(rows), acceleration.is_packed, acceleration.sizes
     )
     stats = stats.under(key)
-    costs = costs_of(model, key, stats.costs, run.prompt_token)
+    costs = costs_of(model, key, stats.costs)
     run.costs = costs
     return AdaptivePolicy(options, stats, costs, drafter.config.block_size, ahead, run.most_deferred)
 

@@ -348,13 +348,13 @@ def register_part(name: str, part: Any) -> None:
         name (`str`):
             "chains": a class as [`TargetRun`] that scores chains. "batches": a class as [`Batch`] for several rows.
             "static_tree": makes the tree of the options. "layer_outputs": a class as [`NoLayerOutputs`]. "quantised":
-            gives the reason why a quantised target is decoded plainly, or `None`. "prior": reads the costs that were
-            measured for a target. "verdicts": remembers targets that take trees. "lookup": called with `(drafter,
-            target)`, it returns what looks up how a sequence goes on (`TextLookup`). "speculative" and "multi_root",
-            values of the option `verification`: called with `(drafter, target, options, logits_processor)`, they
-            return a `RowsDecoder`. "constrain": called with `(generator, sequence)` of a row, it tells the drafter
-            which tokens the call's processors allow. "learning": gives for a drafter and a target the observer of a
-            call, a [`CallRecorder`], or a context manager of `None`.
+            gives the reason why a quantised target is decoded plainly, or `None`. "prior": gives the costs that were
+            measured for a target, a better guess than the core's, or `None`. "verdicts": remembers targets that take
+            trees. "lookup": called with `(drafter, target)`, it returns what looks up how a sequence goes on
+            (`TextLookup`). "speculative" and "multi_root", values of the option `verification`: called with `(drafter,
+            target, options, logits_processor)`, they return a `RowsDecoder`. "constrain": called with `(generator,
+            sequence)` of a row, it tells the drafter which tokens the call's processors allow. "learning": gives for a
+            drafter and a target the observer of a call, a [`CallRecorder`], or a context manager of `None`.
         part: the part.
     """
     _parts[name] = part

@@ -78,8 +78,6 @@ class TargetRun:
     # reads the costs.
     deferred = most_deferred = 0
     costs: Any = None
-    # Seconds that a token of the prompts took; 0 where this says nothing.
-    prompt_token = 0.0
     # What sees the rounds of the call; see the part "learning".
     observer: Any = None
 

@@ -17,5 +17,5 @@ forwards whose rows do not depend on their number, so that texts in 16 bits are 
 By itself, during rounds: `skinny_gemm.py` (products of a few rows) and `grouped_attention.py`
 (attention without copies of keys and values, for targets with grouped-query attention).
 
-`processor.py` says what the processor can do.
+`processor.py` says what the processor can do, `guessed_costs.py` what rounds may cost where it lacks instructions.
 """
