@@ -2,7 +2,7 @@
 """Costs before any round, in 16 bits on a processor without instructions for them."""
 
 import pytest
-from tiny_models import tiny_target
+from tiny_models import new_target, tiny_target
 
 from hf_falcon import cost_files
 from hf_falcon.core.costs import CostKey, costs_of
@@ -44,7 +44,7 @@ def test_other_processors(monkeypatch, machine, has_products):
 
 
 def test_what_was_measured_comes_first(slow_processor):
-    target = tiny_target("llama").bfloat16()
+    target = new_target("llama").bfloat16()
     key = CostKey.of(target, 100, 8)
     cost_files.save(target, key, {0: 1.0, 8: 1.1})
     assert costs_of(target, key, {}).target(8)[8] == pytest.approx(1.1)
