@@ -22,7 +22,7 @@ def times(key):
 
 
 @pytest.mark.parametrize("dtype", ["torch.bfloat16", "torch.float16"])
-def test_each_token_takes_its_time(slow_processor, dtype):
+def test_costs_grow_with_each_token(slow_processor, dtype):
     found = times(KEY._replace(dtype=dtype))
     assert found[0] == 1.0 and found[1] == pytest.approx(1.2) and found[8] == pytest.approx(2.6)
     # The unit is a plain step of all rows.
@@ -32,7 +32,7 @@ def test_each_token_takes_its_time(slow_processor, dtype):
 @pytest.mark.parametrize(
     "changes", [{"dtype": "torch.float32"}, {"device": "NVIDIA H100"}, {"packed": True}, {"compiled": (1, 8)}], ids=str
 )
-def test_others_begin_from_the_guess_of_the_core(slow_processor, changes):
+def test_other_costs_begin_from_the_plain_guess(slow_processor, changes):
     assert guessed_costs.guessed_costs(KEY._replace(**changes)) is None
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from eagle3_models import new_eagle3
-from learners import CALL, FAST, SIZES, Clock, call, learner, pair, serve, tau, tell_of_calls
+from learners import CALL, FAST, SIZES, Clock, call, learner, pair, replay_calls, serve, tau
 from tiny_models import VOCAB, new_drafter, new_target, prompt
 from toy_drafter import toy_drafter
 
@@ -112,7 +112,7 @@ def test_embeddings_as_a_prompt():
 def test_outputs_are_exact_while_another_thread_replaces_weights():
     target, drafter = pair()
     found = learner(drafter, target, gate_steps=2)
-    tell_of_calls(found, 30)
+    replay_calls(found, 30)
     plain = [call(target, None, seed) for seed in range(200, 224)]
     ended = threading.Event()
     versions = []
@@ -143,7 +143,7 @@ def test_outputs_are_exact_while_another_thread_replaces_weights():
 def test_weights_are_replaced_at_the_boundary_of_calls_only():
     target, drafter = pair()
     found = learner(drafter, target)
-    tell_of_calls(found, 40)
+    replay_calls(found, 40)
     before = weights_of(drafter)
     kept = []
 
@@ -191,7 +191,7 @@ def test_what_drafts_follows_the_weights(way):
     found = learner(drafter, target)
     if way == "packed":
         hf_falcon.pack_weights(drafter)
-    tell_of_calls(found, 39)
+    replay_calls(found, 39)
     call(target, drafter, 39)
     found.learn(24)
     assert found._replacements > 0
@@ -260,7 +260,7 @@ def test_learning_while_idle_takes_its_share():
     target, drafter = pair()
     clock = Clock()
     with learner(drafter, target, clock, uses=1000, idle_after=3.0) as found:
-        tell_of_calls(found, 10)
+        replay_calls(found, 10)
         found.options.idle_share = 0.25
         units = counted(found, clock, 1.0)
         assert found.idle_turn() == 3.0 and not units
@@ -277,7 +277,7 @@ def test_nothing_is_learnt_while_a_call_runs_unless_asked_for():
     for during_calls in (False, True):
         clock = Clock()
         with learner(drafter, target, clock, uses=1000, idle_after=0.0, during_calls=during_calls) as found:
-            tell_of_calls(found, 10)
+            replay_calls(found, 10)
             found.options.idle_share = 1.0
             units = counted(found, clock, 1.0)
             found.begin_call()
@@ -292,7 +292,7 @@ def test_steps_a_minute():
     target, drafter = pair()
     clock = Clock()
     with learner(drafter, target, clock, uses=1000, step_tokens=1, steps_a_minute=3) as found:
-        tell_of_calls(found, 10)
+        replay_calls(found, 10)
         found.options.idle_share = 1.0
         clock.now += 1
         while clock.now < 601:
@@ -304,7 +304,7 @@ def test_the_thread_learns_while_idle_and_ends_with_the_learner():
     target, drafter = pair()
     found = learner(drafter, target, idle_share=1.0, idle_after=0.0)
     threads = torch.get_num_threads()
-    tell_of_calls(found, 10)
+    replay_calls(found, 10)
     end = time.monotonic() + 60
     while found.statistics.steps < 2 and time.monotonic() < end:
         time.sleep(0.02)
@@ -394,7 +394,7 @@ def held_out_tau(found):
 def test_the_gate_refuses_a_poisoned_buffer(poison):
     target, drafter = pair()
     with learner(drafter, target, learning_rate=3e-2, uses=10_000) as found:
-        tell_of_calls(found, 40)
+        replay_calls(found, 40)
         found.learn(24)
         assert found._replacements > 0 and len(found._buffer.held_out) >= 4
         if poison == "random":
@@ -448,7 +448,7 @@ def test_a_prompt_that_is_always_the_same_replaces_nothing():
 def test_weights_that_are_not_finite_are_dropped(caplog):
     target, drafter = pair()
     with learner(drafter, target) as found, caplog.at_level(logging.WARNING):
-        tell_of_calls(found, 20)
+        replay_calls(found, 20)
         for parameter in found._student._model.parameters():
             parameter.data.fill_(torch.nan)
         found.learn(1)
@@ -478,7 +478,7 @@ def test_the_drafter_goes_half_of_the_way_where_this_keeps_most_of_the_gain(monk
     target, drafter = pair()
     clock = Clock()
     with learner(drafter, target, clock) as found:
-        tell_of_calls(found, 40)
+        replay_calls(found, 40)
         units, texts = counted(found, clock, 1.0), len(found._buffer.held_out)
         places = scored(found, monkeypatch, {"start": 0.0, "halfway": halfway, "end": 100.0})
         assert found.learn(3) == 3
@@ -498,7 +498,7 @@ def test_the_drafter_goes_half_of_the_way_where_this_keeps_most_of_the_gain(monk
 def test_half_of_the_way_has_to_be_better_than_what_drafts(monkeypatch):
     target, drafter = pair()
     with learner(drafter, target, uses=1000) as found:
-        tell_of_calls(found, 40)
+        replay_calls(found, 40)
         hits = {"start": 0.0, "halfway": 80.0, "end": 90.0, "now": 80.0}
         scored(found, monkeypatch, hits)
         found.learn(4)
@@ -521,7 +521,7 @@ def test_learning_goes_on_from_the_folder(tmp_path, monkeypatch, is_halfway):
     target, drafter = pair()
     first = weights_of(drafter)
     with learner(drafter, target, folder=tmp_path) as found:
-        tell_of_calls(found, 39)
+        replay_calls(found, 39)
         serve(target, drafter, range(39, 40))
         found.learn(20)
         statistics, trained = found.statistics, {k: v.detach().clone() for k, v in found._student.parameters.items()}
@@ -625,7 +625,7 @@ def test_a_killed_process_leaves_a_complete_state(tmp_path):
 def test_comparisons_follow_a_target_that_changes():
     target, drafter = pair()
     with learner(drafter, target) as found:
-        tell_of_calls(found, 30)
+        replay_calls(found, 30)
         found.learn(4)
         before = [record.scores["start"][1] for record in found._buffer.held_out]
         assert len(before) >= 4

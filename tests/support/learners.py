@@ -54,25 +54,25 @@ def serve(target: Any, drafter: Any, seeds: range) -> None:
 
 
 @cache
-def _told() -> list[tuple[list[CallRecord], CallCounts]]:
-    """What a learner is told of the first 40 calls of a new pair. They are made once a process."""
+def _records_of_calls() -> list[tuple[list[CallRecord], CallCounts]]:
+    """What a learner records of the first 40 calls of a new pair. They are made once a process."""
     target, drafter = pair()
-    told = []
+    recorded = []
     with learner(drafter, target) as found:
         end_call = found.end_call
 
         def end(records: list[CallRecord], counts: CallCounts) -> None:
-            told.append((copy.deepcopy(records), copy.deepcopy(counts)))
+            recorded.append((copy.deepcopy(records), copy.deepcopy(counts)))
             end_call(records, counts)
 
         found.end_call = end
         serve(target, drafter, range(40))
-    return told
+    return recorded
 
 
-def tell_of_calls(found: Learner, calls: int) -> None:
-    """Tells the learner of a new pair what it is told in `serve(target, drafter, range(calls))`, of 40 at most."""
-    for records, counts in copy.deepcopy(_told()[:calls]):
+def replay_calls(found: Learner, calls: int) -> None:
+    """Gives the learner of a new pair the records of `serve(target, drafter, range(calls))`: of 40 calls, at most."""
+    for records, counts in copy.deepcopy(_records_of_calls()[:calls]):
         found.begin_call()
         found.end_call(records, counts)
 

@@ -76,8 +76,9 @@ class Stopwatch:
 
 class _Cost:
     """
-    A cost in plain steps: a short one of the recent timings, blended with a prior, in steps of a factor. Interruptions
-    make timings longer, never shorter; and what one of them makes look dear is not run again, so it would stand.
+    A cost in plain steps: a low quantile of the recent timings, blended with a prior, in steps of a factor. An
+    interruption only makes a timing longer. A median of few timings would keep it: a size that looks dear is not run
+    again, and so not timed again.
     """
 
     def __init__(self, prior: float):

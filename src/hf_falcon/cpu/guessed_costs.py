@@ -16,8 +16,8 @@ _HALF, _X86 = ("torch.bfloat16", "torch.float16"), ("x86_64", "AMD64")
 
 def guessed_costs(cost_key: CostKey) -> dict[int, float] | None:
     """
-    The target's time for 0, 1, ... draft nodes where each token takes its time, so that trees have to be small; `None`
-    where the core's own guess will do.
+    The target's time for 0, 1, ... draft nodes on such a processor, where it grows with each token; `None` elsewhere:
+    costs then begin from [`default_prior`], as they do in code from the Hub, which lacks this file.
 
     Args:
         cost_key ([`CostKey`]): what the times depend on.
