@@ -89,6 +89,21 @@ def test_faults_are_larger_than_what_rounding_does(model_type, way):
     assert verdict_of_prompt(target, prompt(9)).way == way
 
 
+@pytest.mark.parametrize("rows", [1, 3])
+def test_autocast(rows, warnings_given):
+    """A target in float32 keeps plain decoding's tokens, one in bfloat16 drafts as it does without autocast."""
+    target = tiny_target("mistral-window")
+    with torch.autocast("cpu", torch.bfloat16):
+        for seed in range(4):
+            check(target, random_tokens(rows, 9, seed=seed), drafts=False)
+        (warning,) = warnings_given()
+        assert "plain decoding runs: autocast" in warning and "load the target in bfloat16" in warning
+        target = new_target("llama").to(torch.bfloat16)
+        found = generate(target, random_tokens(rows, 9), assistant_model=tiny_drafter(target))
+        assert found.draft_statistics.drafted_tokens > 0
+    check(tiny_target("mistral-window"), random_tokens(rows, 9), drafts=True)
+
+
 def test_the_probes_tokens_are_ordinary():
     config = LlamaConfig(vocab_size=1000, bos_token_id=257, eos_token_id=[1, 264], pad_token_id=None)
     tokens = list(itertools.islice(probe._ordinary_tokens(config), 200))
@@ -277,10 +292,10 @@ def test_depth_left():
 def test_layers_compiled_one_by_one():
     """Without a call before: their code is compiled anew for a tree."""
     target = copy.deepcopy(tiny_target("llama"))
-    expected = generate(target, prompt(9)).sequences
+    expected = generate(target, prompt(9), max_new_tokens=8).sequences
     for layer in target.model.layers:
         layer.compile(backend="eager")
-    found = generate(target, prompt(9), assistant_model=tiny_drafter(tiny_target("llama")))
+    found = generate(target, prompt(9), max_new_tokens=8, assistant_model=tiny_drafter(tiny_target("llama")))
     assert found.sequences.tolist() == expected.tolist()
 
 

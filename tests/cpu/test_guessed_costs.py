@@ -13,7 +13,7 @@ KEY = CostKey(1, 8, 2048, "sdpa", "torch.bfloat16", "cpu", 1, False, ())
 
 @pytest.fixture
 def slow_processor(monkeypatch):
-    monkeypatch.setattr(guessed_costs, "has_bfloat16_products", lambda: False)
+    monkeypatch.setattr(guessed_costs, "has_bfloat16_instructions", lambda: False)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
 
 
@@ -38,7 +38,7 @@ def test_other_costs_begin_from_the_plain_guess(slow_processor, changes):
 
 @pytest.mark.parametrize("machine, has_products", [("x86_64", True), ("aarch64", False)])
 def test_other_processors(monkeypatch, machine, has_products):
-    monkeypatch.setattr(guessed_costs, "has_bfloat16_products", lambda: has_products)
+    monkeypatch.setattr(guessed_costs, "has_bfloat16_instructions", lambda: has_products)
     monkeypatch.setattr("platform.machine", lambda: machine)
     assert guessed_costs.guessed_costs(KEY) is None and times(KEY)[1] == 1.0
 

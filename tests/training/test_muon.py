@@ -47,7 +47,7 @@ def joint(network):
 
 
 def test_it_is_both_optimizers_side_by_side(monkeypatch):
-    monkeypatch.setattr(muon_module, "has_bfloat16_products", lambda: True)
+    monkeypatch.setattr(muon_module, "has_bfloat16_instructions", lambda: True)
     network, other = layers(), layers()
     optimizer, scheduler = joint(network)
     run(network, [optimizer], [scheduler], 6)
@@ -62,7 +62,7 @@ def test_it_is_both_optimizers_side_by_side(monkeypatch):
 
 @pytest.mark.parametrize("native", [True, False])
 def test_products_are_in_bfloat16_where_the_processor_has_them(monkeypatch, native):
-    monkeypatch.setattr(muon_module, "has_bfloat16_products", lambda: native)
+    monkeypatch.setattr(muon_module, "has_bfloat16_instructions", lambda: native)
     torch.manual_seed(0)
     # Wide and tall: Muon transposes the latter.
     matrices = [torch.nn.Parameter(torch.randn(shape)) for shape in ((24, 40), (40, 24))]

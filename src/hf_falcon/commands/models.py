@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from ..core.drafter import DraftModel
-from ..cpu.processor import has_bfloat16_products
+from ..cpu.processor import has_bfloat16_instructions
 from ..drafters.auto import AutoDrafter
 from ..training.chat_templates import other_variables
 from .printable import printable
@@ -53,7 +53,7 @@ def fastest_dtype(device: str | torch.device) -> torch.dtype:
     if device.type == "cuda":
         native = torch.cuda.is_bf16_supported(including_emulation=False)
     elif device.type == "cpu":
-        native = has_bfloat16_products()
+        native = has_bfloat16_instructions()
     else:
         native = False
     return torch.bfloat16 if native else torch.float32

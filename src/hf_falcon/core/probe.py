@@ -355,8 +355,7 @@ def _ordinary_tokens(config: PreTrainedConfig) -> Iterator[int]:
 
 def _is_exact(model: PreTrainedModel) -> bool:
     """Whether the target computes in float32."""
-    device = model.device.type
-    if model.dtype not in (torch.float32, torch.float64) or torch.is_autocast_enabled(device):
+    if model.dtype not in (torch.float32, torch.float64):
         return False
     try:
         return torch.get_float32_matmul_precision() == "highest"
@@ -435,6 +434,9 @@ def _no_draft_reason(
         return "the target is an encoder (`is_decoder` is False), which keeps no cache"
     if model.device.type == "meta":
         return "the target's embedding is offloaded, so its device is unknown"
+    if model.dtype == torch.float32 and torch.is_autocast_enabled(model.device.type):
+        fewer = str(torch.get_autocast_dtype(model.device.type)).removeprefix("torch.")
+        return f"autocast rounds several tokens otherwise than one (load the target in {fewer} to draft)"
     if cache is not None and not isinstance(cache, (DynamicCache, StaticCache)):
         return f"the cache is a {type(cache).__name__} that cannot drop rejected branches (use a DynamicCache)"
     if getattr(cache, "offloading", False):

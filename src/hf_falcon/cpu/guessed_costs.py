@@ -6,7 +6,7 @@ from __future__ import annotations
 import platform
 
 from ..core.costs import CostKey
-from .processor import has_bfloat16_products
+from .processor import has_bfloat16_instructions
 
 # Plain steps that a further token takes. On an Intel Xeon without these instructions 8 tokens of SmolLM2-135M-Instruct
 # take 2.6 plain steps in bfloat16 and 3.8 in float16.
@@ -26,7 +26,7 @@ def guessed_costs(cost_key: CostKey) -> dict[int, float] | None:
         `dict[int, float]`, *optional*: the times, relative to that of a single token.
     """
     is_stock = cost_key.device == "cpu" and not cost_key.packed and not cost_key.compiled
-    if not is_stock or cost_key.dtype not in _HALF or platform.machine() not in _X86 or has_bfloat16_products():
+    if not is_stock or cost_key.dtype not in _HALF or platform.machine() not in _X86 or has_bfloat16_instructions():
         return None
     tokens = {nodes: cost_key.rows * (nodes + 1) for nodes in range(max(cost_key.max_nodes, 1) + 1)}
     return {nodes: 1.0 + _TOKEN * (count - 1) for nodes, count in tokens.items()}

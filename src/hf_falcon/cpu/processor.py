@@ -4,7 +4,7 @@
 import torch
 
 
-def has_bfloat16_products() -> bool:
+def has_bfloat16_instructions() -> bool:
     """
     Whether an x86 processor has instructions for products in bfloat16; of others it is not known, and `False`.
     oneDNN's own check is also true where they are only emulated, and so slower than in float32.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Muon, Optimizer
 from torch.overrides import TorchFunctionMode
 
-from ..cpu.processor import has_bfloat16_products
+from ..cpu.processor import has_bfloat16_instructions
 
 
 class MuonWithAdamW(Optimizer):
@@ -81,7 +81,7 @@ class _NativeProducts(TorchFunctionMode):
     """
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function is Tensor.bfloat16 and args[0].device.type == "cpu" and not has_bfloat16_products():
+        if function is Tensor.bfloat16 and args[0].device.type == "cpu" and not has_bfloat16_instructions():
             # Muon goes on in place.
             return args[0].clone()
         return function(*args, **(kwargs or {}))
