@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """Fixtures of several test modules."""
 
+import gc
 import logging
 import os
 import shutil
@@ -15,6 +16,11 @@ from transformers.utils import logging as transformers_logging
 
 import hf_falcon
 from hf_falcon.core import policy
+
+
+def pytest_collection_finish(session):
+    """What the imports made stays: the collector need not walk over it again and again."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="session")

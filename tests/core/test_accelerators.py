@@ -224,9 +224,13 @@ def on_simulated_device(**drafter):
     return simulated_device.move(target), simulated_device.move(new_drafter(target, num_lstm_layers=0, **drafter))
 
 
-@pytest.mark.parametrize("rows", [1, 2])
+MODES_OF_ROUNDS = ["adaptive", "threshold", "static tree", "own tree", "prompt lookup", "bonuses", "static cache"]
+
+
 @pytest.mark.parametrize(
-    "mode", ["greedy", "adaptive", "threshold", "static tree", "own tree", "prompt lookup", "bonuses", "static cache"]
+    "mode, rows",
+    [("greedy", 1), ("greedy", 2), ("adaptive", 1), *((mode, 2) for mode in MODES_OF_ROUNDS)]
+    + [pytest.param(mode, 1, marks=pytest.mark.slow) for mode in MODES_OF_ROUNDS[1:]],
 )
 def test_synchronisations_of_a_round(mode, rows):
     """One brings the draft to the host, and one the target's choices: of all rows together."""

@@ -231,6 +231,7 @@ def test_decoded_plainly(model_type, arguments, reason, model_of, warnings_given
     assert reason in warnings_given()[0]
 
 
+@pytest.mark.slow
 def test_flex_attention(runs, monkeypatch):
     target = tiny_model("llama", head_dim=16)
     eager = generate(target, prompt()).sequences

@@ -200,8 +200,8 @@ SETTINGS = {"do_sample": True, "temperature": 2.0, "top_p": 0.95, "repetition_pe
 
 @pytest.mark.parametrize(
     "block_size, extra",
-    [pytest.param(1, "nothing", marks=pytest.mark.slow), pytest.param(2, "nothing", marks=pytest.mark.slow)]
-    + [(2, "conditioning"), (2, "bonuses")],
+    [pytest.param(*each, marks=pytest.mark.slow) for each in ((1, "nothing"), (2, "nothing"), (2, "conditioning"))]
+    + [(2, "bonuses")],
 )
 def test_samples_are_distributed_as_plain_decodings(block_size, extra, monkeypatch):
     """The second and the third token: those of the first tree."""

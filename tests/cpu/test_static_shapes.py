@@ -110,8 +110,11 @@ def test_nothing_is_compiled_in_many_rounds_of_changing_lengths(kind, request, m
         assert rounds >= ROUNDS and backend.compiled == compiled
 
 
-@pytest.mark.parametrize("do_sample", [False, True])
-@pytest.mark.parametrize("name", ["llama", "qwen2-mixed"])
+@pytest.mark.parametrize(
+    "name, do_sample",
+    [("llama", False), ("qwen2-mixed", True)]
+    + [pytest.param(*each, marks=pytest.mark.slow) for each in (("llama", True), ("qwen2-mixed", False))],
+)
 def test_captured_rounds_equal_plain_decoding(name, do_sample, captures):
     backend = CapturingBackend()
     target = copy.deepcopy(tiny_target(name))

@@ -43,7 +43,9 @@ def same(first, second):
     return all(torch.equal(first[name], second[name]) for name in first)
 
 
-@pytest.mark.parametrize("kind", ["one", "blocks", "lstm", "eagle3"])
+@pytest.mark.parametrize(
+    "kind", ["one", "eagle3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("blocks", "lstm"))]
+)
 def test_a_drafter_gets_better_by_use(kind):
     if kind == "eagle3":
         target = new_target("llama", num_hidden_layers=4)
@@ -581,11 +583,9 @@ def test_a_damaged_folder_is_named(tmp_path):
 KILLED = """
 import sys
 sys.path[:0] = {paths!r}
-from learners import call, learner, pair
+from learners import learner, pair
 target, drafter = pair()
-found = learner(drafter, target, folder={folder!r}, save_minutes=1e-6, gate_steps=2)
-for seed in range(30):
-    call(target, drafter, seed)
+found = learner(drafter, target, folder={folder!r}, keep_samples=True, save_minutes=1e-6, gate_steps=2)
 print("ready", flush=True)
 while True:
     found.learn(1)
@@ -598,6 +598,9 @@ def test_a_killed_process_leaves_a_complete_state(tmp_path):
     support = str(Path(__file__).parents[1] / "support")
     folder = tmp_path / "learnt"
     script = KILLED.format(paths=[support, *sys.path], folder=str(folder))
+    target, drafter = pair()
+    with learner(drafter, target, folder=folder, keep_samples=True) as found:
+        replay_calls(found, 30)
     steps = [0]
     for turn in range(3):
         process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
@@ -612,9 +615,9 @@ def test_a_killed_process_leaves_a_complete_state(tmp_path):
             process.send_signal(signal.SIGKILL)
             process.wait()
         target, drafter = pair()
-        found = learner(drafter, target, folder=folder)
+        found = learner(drafter, target, folder=folder, keep_samples=True)
         steps.append(found.statistics.steps)
-        assert steps[-1] > steps[-2]
+        assert steps[-1] > steps[-2] and len(found._buffer.records) > 0
         serve(target, drafter, range(600, 602))
         found.close()
 
