@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors.torch import save
 from torch import Tensor
 
 from ..training.checkpoints import empty, publish, scratch_folder
@@ -167,8 +167,9 @@ def load_samples(folder: Path) -> list[CallRecord]:
 
 def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
-        tensors = load_file(path)
+        # Opened once: a learner may put another file in its place meanwhile.
         with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
             progress = parse_json((file.metadata() or {}).get(_KEY, "{}"))
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path} is not a file of a learner ({error}): give another folder, or delete it.") from error
