@@ -97,7 +97,7 @@ def test_autocast(rows, warnings_given):
         for seed in range(4):
             check(target, random_tokens(rows, 9, seed=seed), drafts=False)
         (warning,) = warnings_given()
-        assert "plain decoding runs: autocast" in warning and "load the target in bfloat16" in warning
+        assert "plain decoding runs: under autocast" in warning and "load the target in bfloat16" in warning
         target = new_target("llama").to(torch.bfloat16)
         found = generate(target, random_tokens(rows, 9), assistant_model=tiny_drafter(target))
         assert found.draft_statistics.drafted_tokens > 0

@@ -436,7 +436,7 @@ def _no_draft_reason(
         return "the target's embedding is offloaded, so its device is unknown"
     if model.dtype == torch.float32 and torch.is_autocast_enabled(model.device.type):
         fewer = str(torch.get_autocast_dtype(model.device.type)).removeprefix("torch.")
-        return f"autocast rounds several tokens otherwise than one (load the target in {fewer} to draft)"
+        return f"under autocast several tokens are rounded otherwise than one (load the target in {fewer} to draft)"
     if cache is not None and not isinstance(cache, (DynamicCache, StaticCache)):
         return f"the cache is a {type(cache).__name__} that cannot drop rejected branches (use a DynamicCache)"
     if getattr(cache, "offloading", False):
