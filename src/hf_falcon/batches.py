@@ -97,7 +97,8 @@ class StepNoise:
             self._steps.append(torch.empty_like(probs.expand(self._rows, -1).contiguous()).exponential_())
         # Asked of the token, not of the device now: `emit` refuses the token -1.
         is_valid = (probs >= 0).all() & probs.isfinite().all()
-        return torch.where(is_valid, (probs / self._steps[step - self._first][row]).argmax(dim=-1), -1)
+        # The first of equal maxima, like `argmax`, which takes several times as long on a CPU.
+        return torch.where(is_valid, (probs / self._steps[step - self._first][row]).max(dim=-1).indices, -1)
 
     def drop(self, steps: int) -> None:
         """Drops the noise of all steps before `steps`, which no row needs any more."""
@@ -122,7 +123,7 @@ class RowsBatch(Batch):
         self.noise, self._streamed = StepNoise(self.prompts.shape[0]), 0
         self._samples = generation_config.do_sample
         padding = pad_token(generation_config)
-        self._padding = None if padding is None else int(padding)
+        self.padding = None if padding is None else int(padding)
         rows = [
             TokenSequence(
                 ids,
@@ -145,8 +146,8 @@ class RowsBatch(Batch):
         if len({len(row) for row in rows}) == 1:
             return torch.stack(rows)
         # A row ends before the others by an EOS token only, and then `generate` has a padding token.
-        assert self._padding is not None
-        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self._padding)
+        assert self.padding is not None
+        return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=self.padding)
 
     @property
     def steps(self) -> int:

@@ -144,7 +144,10 @@ def test_cache_is_as_plain_decoding_leaves_it(name, assisted):
 
 
 def test_rows_that_end_leave_the_cache(assisted, monkeypatch):
-    """The target does not run rows that have ended, unless its cache is wanted."""
+    """
+    The target does not run rows that have ended, unless its cache is wanted: their padding then runs beside the other
+    rows, and needs no forward of its own.
+    """
     rows: dict[bool, list[int]] = {}
     target = tiny_target("llama")
     for returned in (False, True):
@@ -154,12 +157,14 @@ def test_rows_that_end_leave_the_cache(assisted, monkeypatch):
         )
         settings = {**WAYS["ends"], "return_dict_in_generate": returned}
         truth, _ = plain(target, **settings)
-        del seen[:]
-        assisted(target, ACCURACIES["oracle"], truth.sequences if returned else truth, **settings)
+        # The first call also probes the target.
+        for _ in range(2):
+            del seen[:]
+            assisted(target, ACCURACIES["oracle"], truth.sequences if returned else truth, **settings)
         handle.remove()
     assert rows[False][0] == 4
     assert rows[False][-1] < 4
-    assert set(rows[True]) == {4}
+    assert rows[True] == [4] * len(rows[False])
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sample"])

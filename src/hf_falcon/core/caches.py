@@ -59,9 +59,9 @@ class SlotBuffer:
 
     def reserve(self, end: int, states: Sequence[Tensor]) -> None:
         """Makes room for `end` slots, for keys and values of the shape and dtype of `states`."""
-        size = self.size_for(end)
-        if size == self.size:
+        if end <= self.size:
             return
+        size = self.size_for(end)
         if not self.blocks:
             keys, values = (each[:, :, :0] for each in states)
             together = keys.shape == values.shape and keys.dtype == values.dtype
@@ -79,7 +79,7 @@ class SlotBuffer:
     def seen(self, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `end` slots; of all, if they are static."""
         keys, values = self.parts
-        return (keys, values) if self.is_static else (keys[:, :, :end], values[:, :, :end])
+        return (keys, values) if self.is_static else (keys.narrow(2, 0, end), values.narrow(2, 0, end))
 
     def seen_slots(self, end: int) -> int:
         """The number of slots that `seen` gives once `end` are used."""
@@ -175,24 +175,14 @@ class RowSlots:
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device, hidden: Tensor | None = None):
-        self.lengths = list(lengths)
         self._device = device
         self._next: dict[tuple[int, torch.device], Tensor] = {}
+        self._take(lengths)
         self.hidden = None if hidden is None else to_device(hidden, device)
 
     def __len__(self) -> int:
         """The number of rows."""
         return len(self.lengths)
-
-    @property
-    def longest(self) -> int:
-        """Slots of the longest row."""
-        return max(self.lengths)
-
-    @property
-    def shortest(self) -> int:
-        """Slots of the shortest row."""
-        return min(self.lengths)
 
     def next(self, count: int, device: torch.device | None = None) -> Tensor:
         """The next `count` slots of each row, of shape `(rows, count)`. They are made once a round, not by layer."""
@@ -204,15 +194,19 @@ class RowSlots:
 
     def advance(self, counts: Sequence[int]) -> None:
         """Keeps the first `counts` new tokens of each row."""
-        self.lengths = [length + count for length, count in zip(self.lengths, counts)]
-        self._next.clear()
+        self._take([length + count for length, count in zip(self.lengths, counts)])
 
     def select(self, rows: Sequence[int]) -> None:
         """Drops all rows but those at these indices."""
-        self.lengths = [self.lengths[row] for row in rows]
-        self._next.clear()
+        self._take([self.lengths[row] for row in rows])
         if self.hidden is not None:
             self.hidden = self.hidden[to_device(torch.tensor(rows, device="cpu"), self.hidden.device)]
+
+    def _take(self, lengths: Sequence[int]) -> None:
+        self.lengths = list(lengths)
+        # Slots of the longest and of the shortest row: every layer reads them in every round.
+        self.longest, self.shortest = max(lengths), min(lengths)
+        self._next.clear()
 
 
 class SlotLayer(DynamicLayer):
@@ -273,8 +267,9 @@ class SlotLayer(DynamicLayer):
         new, slots = key_states.shape[2], self._slots
         seen = self.room(new)
         if slots.longest == slots.shortest:
-            start = slots.longest - self.offset
-            self._write(slice(None), slice(start, start + new), (key_states, value_states))
+            # Every layer of every round comes here.
+            for part, states in zip(self._buffer.parts, (key_states, value_states)):
+                part.narrow(2, slots.longest - self.offset, new).copy_(states)
         else:
             places = slots.next(new, key_states.device)
             places = places - self.offset if self.offset else places

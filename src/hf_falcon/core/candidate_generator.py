@@ -308,8 +308,6 @@ class FalconCandidateGenerator(CandidateGenerator):
         Returns:
             The round. After `complete`, its `finish` makes the [`DraftTree`].
         """
-        if self.options.num_draft_passes:
-            self._read_context(input_ids)
         self._found = self._look_up(input_ids, max_depth)
         self._decision = decision = self.policy.decide(0.0 if self._found is None else self._found.probability)
         self._checks, self._passes, self._drafts = [], 0, False
@@ -328,6 +326,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._watch.lap()
         tree_round = self._tree.start(max_depth)
         if drafts and self._block is not None:
+            self._read_context(input_ids)
             with self._acceleration.drafting(self.head):
                 self._draft_passes(tree_round, self._grow(tree_round, self._block, 0))
         self._watch.lap()

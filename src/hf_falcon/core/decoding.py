@@ -217,7 +217,12 @@ def decode(
             prompts, drafting = [], len(unfinished)
         with statistics.measure("drafter", generators[0].drafter.device):
             drafted = _propose(run, unfinished, batch)
-            trees = [drafted.get(row.place) or single_node(row.sequence.root) for row in cached]
+            # What plain decoding runs of a row that has ended fits in beside them.
+            nodes = max(map(len, drafted.values()))
+            trees = [
+                drafted.get(row.place) or run.rest(row.place, row.sequence.token_ids, nodes, batch.padding)
+                for row in cached
+            ]
         with statistics.measure("target", device) as watch:
             logits, features = run.score(trees, [row.sequence.token_ids for row in cached])
         nodes = run.deferred + logits.shape[1]
@@ -245,6 +250,8 @@ def _propose(run: TargetRun, rows: Sequence[Row], batch: Batch) -> dict[int, Dra
     for row, each in zip(rows, rounds):
         row.generator.complete(each)
     found = [each.best() for each in rounds]
+    if not any(map(len, found)):
+        return {row.place: single_node(row.sequence.root) for row in rows}
     best = torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=-torch.inf)
     left = torch.tensor([row.sequence.tokens_left for row in rows], device="cpu")
     size = common_size(torch.stack([row.generator.expected_gain(each) for row, each in zip(rows, best)]), left)

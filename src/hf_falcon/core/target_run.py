@@ -99,6 +99,8 @@ class TargetRun:
         self._rope_boundary, self._rope_never_settles = rope_boundary(self._config)
         self._boundaries = depth_boundaries(model)
         self._prompt_length = input_ids.shape[1]
+        # Slots of the cache before the text's first token; and the nodes of the trees of the last forward.
+        self._prefix, self._sizes = 0, [1] * input_ids.shape[0]
         self._slots = RowSlots([0] * input_ids.shape[0], model.device)
         # Slots of the prompt that hold padding, of shape `(rows, slots)`.
         self._hidden: Tensor | None = None
@@ -143,6 +145,7 @@ class TargetRun:
             # The mask is of the prompt; a prefix before it is visible.
             self._hidden = F.pad(~mask.bool(), (int(cache.get_seq_length()) - mask.shape[1], 0))
         self._adopt(cache)
+        self._prefix = self.length - input_ids.shape[1]
         self.layer_outputs.add_step(outputs)
         # Positions continue from the prompt's, which padding, images or the caller may have shifted.
         positions = self._first_step.get("position_ids")
@@ -180,7 +183,8 @@ class TargetRun:
             self._release()
             self._adopt(outputs.past_key_values, new_tokens=1)
             return outputs.logits[:, -1:], tap.take()[:, -1:]
-        nodes, device, starts = max(map(len, trees)), self.model.device, self._slots.lengths
+        self._sizes = [len(tree) for tree in trees]
+        nodes, device, starts = max(self._sizes), self.model.device, self._slots.lengths
         size = self.acceleration.padded_size(nodes)
         padded = [tree.padded(size) for tree in trees]
         depths = torch.stack([tree.depths for tree in padded])
@@ -210,24 +214,28 @@ class TargetRun:
 
         Args:
             paths (sequence of `torch.LongTensor` of shape `(kept,)`):
-                Nodes to keep, in ascending order, for each row; on the host.
+                Nodes to keep, in ascending order, for each row; on the host. Without any, a row has ended: it keeps
+                its first nodes (see `rest`), as far as the others have come.
         """
         self._keep_outputs(paths)
-        counts = [path.shape[0] for path in paths]
+        counts, lengths = [path.shape[0] for path in paths], self._slots.lengths
         # A path ascends: if its last node is in its place, all are.
         if any(count and int(path[-1]) >= count for count, path in zip(counts, paths)):
             targets = torch.arange(max(counts), device="cpu").repeat(len(paths), 1)
             sources = targets.clone()
             for row, path in enumerate(paths):
                 sources[row, : counts[row]] = path
-            starts = torch.tensor(self._slots.lengths, device="cpu")[:, None]
+            starts = torch.tensor(lengths, device="cpu")[:, None]
             moves = torch.stack((sources, targets)) + starts
             moves = moves[:, 0] if len(paths) == 1 else moves
             devices = {layer.device for layer in self._layers}
             on_devices = {device: to_device(moves, device).unbind(0) for device in devices}
             for layer in self._layers:
                 layer.move(*on_devices[layer.device])
-        self._slots.advance(counts)
+        end = max(map(sum, zip(lengths, counts)))
+        self._slots.advance(
+            [count or min(size, end - length) for count, size, length in zip(counts, self._sizes, lengths)]
+        )
 
     def select(self, rows: Sequence[int]) -> None:
         """Drops all rows but those at these indices."""
@@ -249,21 +257,27 @@ class TargetRun:
                 may have left it.
         """
         if sequences is not None:
-            self._run_rest(sequences[:, :-1].cpu())
+            texts = sequences.cpu().split(1)
+            while (missing := self._slots.longest - self._slots.shortest) > 0:
+                self.score([self.rest(row, text, missing) for row, text in enumerate(texts)], texts)
+                self.accept([torch.empty(0, dtype=torch.long, device="cpu")] * len(texts))
         self._release()
         return self.cache
 
-    def _run_rest(self, sequences: Tensor) -> None:
-        """Runs what plain decoding runs of `sequences` behind the rows that ended early."""
-        longest = self._slots.longest
-        missing = [longest - length for length in self._slots.lengths]
-        if max(missing) == 0:
-            return
-        # A row that misses nothing runs a token that is not kept.
-        texts = [row[None] for row in sequences]
-        chains = [chain(row[sequences.shape[1] - max(count, 1) :]) for row, count in zip(sequences, missing)]
-        self.score(chains, texts)
-        self._slots.advance(missing)
+    def rest(self, row: int, text: Tensor, nodes: int, padding: int | None = None) -> DraftTree:
+        """
+        What plain decoding runs next of a row that has ended: what is left of its text, and padding.
+
+        Args:
+            row (`int`): the row.
+            text (`torch.LongTensor` of shape `(1, length)`): its text, on the host.
+            nodes (`int`): tokens, at most.
+            padding (`int`, *optional*): the token behind the text.
+        """
+        deepest = self.max_tree_depth(row)
+        nodes = nodes if deepest is None else min(nodes, max(0, deepest) + 1)
+        left = text[0, self._slots.lengths[row] - self._prefix :]
+        return chain(F.pad(left, (0, nodes), value=padding or 0)[:nodes])
 
     def _adopt(self, cache: Cache, new_tokens: int = 0) -> None:
         """

@@ -295,6 +295,9 @@ class Batch:
         streamer ([`BaseStreamer`], *optional*): gets the tokens.
     """
 
+    # The token behind rows that have ended.
+    padding: int | None = None
+
     def __init__(
         self,
         input_ids: Tensor,
