@@ -116,6 +116,7 @@ def test_what_they_cannot_be(saved, capsys, name):
     assert "`chat_template_kwargs` is {'tools': 1}: give a JSON object" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_from_the_data_to_the_drafter(saved, tmp_path):
     """`prepare` writes them into the token file, `train` and `adapt` from there into the drafter's configuration."""
     records = [{"prompt": f"abc{number}def"} for number in range(20)]

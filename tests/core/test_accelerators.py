@@ -13,6 +13,7 @@ import simulated_device
 import torch
 from accelerate import dispatch_model
 from device_cases import CHAIN, MODES, NEW_TOKENS, Cuda, Simulated, check, generate, rounds
+from quick import quick
 from tiny_models import (
     ROPE_PHI3,
     VOCAB,
@@ -263,12 +264,12 @@ def launches_of_a_round(layers, rows=1, block_size=1, **tree) -> int:
     return max(launches for _, launches in rounds(target, drafter, random_tokens(rows, 9), **{**TREE, **tree}))
 
 
-def test_launches_of_a_round():
+@pytest.mark.parametrize("block_size", quick([2], [1, 2]))
+def test_launches_of_a_round(block_size):
     """At most 0.3 of a plain step's, for a target of 30 layers such as SmolLM2; a kept branch moves in each layer."""
     target = simulated_device.move(new_target("llama", num_hidden_layers=30))
     plain = [launches for _, launches in rounds(target, None, prompt(9), max_new_tokens=7)]
-    for block_size in (1, 2):
-        assert launches_of_a_round(30, block_size=block_size) <= 0.3 * min(plain)
+    assert launches_of_a_round(30, block_size=block_size) <= 0.3 * min(plain)
 
 
 @pytest.mark.parametrize("rows", [1, 2])

@@ -292,10 +292,10 @@ def test_depth_left():
 def test_layers_compiled_one_by_one():
     """Without a call before: their code is compiled anew for a tree."""
     target = copy.deepcopy(tiny_target("llama"))
-    expected = generate(target, prompt(9), max_new_tokens=8).sequences
+    expected = generate(target, prompt(9), max_new_tokens=4).sequences
     for layer in target.model.layers:
         layer.compile(backend="eager")
-    found = generate(target, prompt(9), max_new_tokens=8, assistant_model=tiny_drafter(tiny_target("llama")))
+    found = generate(target, prompt(9), max_new_tokens=4, assistant_model=tiny_drafter(tiny_target("llama")))
     assert found.sequences.tolist() == expected.tolist()
 
 

@@ -103,6 +103,7 @@ def test_a_piece_that_fails_is_run_again(script, words, tmp_path, monkeypatch, c
     assert "== float32" in printed and "== bfloat16" not in printed and "== times" not in printed
 
 
+@pytest.mark.slow
 def test_on_the_simulated_device(script, words, tmp_path, monkeypatch):
     """The larger network is left out, whose weights are made on the device itself."""
     monkeypatch.setattr(PreTrainedModel, "to", lambda self, *args, **kwargs: simulated_device.move(self))

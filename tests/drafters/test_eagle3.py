@@ -329,7 +329,8 @@ def test_a_multimodal_class():
 # Verification by other rules.
 
 
-@pytest.mark.parametrize("draft_vocab_size", [6, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("draft_vocab_size", [6, 4])
 def test_samples_are_distributed_as_plain_decodings(draft_vocab_size):
     """The second and the third token: those of the first tree."""
     target = new_target(vocab_size=6)

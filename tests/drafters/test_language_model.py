@@ -7,7 +7,7 @@ import pytest
 import simulated_device
 import torch
 from device_cases import CHAIN, MODES, Simulated, check
-from quick import quick
+from quick import one_in, quick
 from shrunken import tiny_model
 from tiny_models import (
     RECURRENT,
@@ -299,8 +299,7 @@ def test_transformers_refusals_name_the_drafter(ids, settings):
     assert generate(target, ids, CausalLMDrafter(model), **settings).draft_statistics is not None
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode, rows", one_in(2, MODES, [1, 2]))
 def test_modes_on_a_device(mode, rows):
     settings = {**MODES[mode], **({"tokenizer": tiny_tokenizer()} if "stop_strings" in MODES[mode] else {})}
     with Simulated() as device:

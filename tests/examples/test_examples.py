@@ -180,6 +180,7 @@ def test_push(workplace, tmp_path):
     assert hub.repositories["tester/mine"].private and "decoding.py" in hub.repositories["tester/mine"].files()
 
 
+@pytest.mark.slow
 def test_code_and_math_prompts(tmp_path, monkeypatch, capsys):
     script = example("code_and_math_prompts")
     # To read the standard library takes seconds.
@@ -254,6 +255,7 @@ def test_learn_while_serving_resumes(models, monkeypatch, capsys, tmp_path):
     assert "in 6 calls" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_learning_memory(monkeypatch, capsys):
     script = example("learning_memory")
     words = ["--calls", "90", "--every", "30", "--memory", "0.02"]

@@ -245,7 +245,8 @@ class SlotLayer(DynamicLayer):
         if not isinstance(layer, StaticLayer):
             layer.keys = layer.values = None
         self._buffer.reserve(used, (keys[:, :, :0], values[:, :, :0]))
-        self._write(slice(None), slice(0, used), (keys, values))
+        for part, states in zip(self._buffer.parts, (keys, values)):
+            part[:, :, :used] = states
 
     @property
     def keys(self) -> Tensor:
@@ -266,17 +267,19 @@ class SlotLayer(DynamicLayer):
         """
         new, slots = key_states.shape[2], self._slots
         seen = self.room(new)
+        states = zip(self._buffer.parts, (key_states, value_states))
+        # Under autocast a step may compute in another dtype than the prompt.
         if slots.longest == slots.shortest:
             # Every layer of every round comes here.
-            for part, states in zip(self._buffer.parts, (key_states, value_states)):
-                part.narrow(2, slots.longest - self.offset, new).copy_(states)
+            for part, written in states:
+                part.narrow(2, slots.longest - self.offset, new).copy_(written)
         else:
             places = slots.next(new, key_states.device)
             places = places - self.offset if self.offset else places
-            # With two index tensors around a slice, the dimension of the slice comes last.
-            states = key_states.transpose(1, 2), value_states.transpose(1, 2)
             rows = torch.arange(len(slots), device=key_states.device)[:, None]
-            self._write(rows, places, states)
+            for part, written in states:
+                # With two index tensors around a slice, the dimension of the slice comes last.
+                part[rows, :, places] = written.transpose(1, 2).to(part.dtype)
         return seen
 
     def room(self, new: int) -> tuple[Tensor, Tensor]:
@@ -333,11 +336,6 @@ class SlotLayer(DynamicLayer):
             keys, values, layer.cumulative_length = keys[:, :, first:], values[:, :, first:], length
         layer.keys, layer.values = keys, values
         return layer
-
-    def _write(self, rows: Any, places: Any, states: Sequence[Tensor]) -> None:
-        for part, new in zip(self._buffer.parts, states):
-            # Under autocast a step may compute in another dtype than the prompt.
-            part[rows, :, places] = new.to(part.dtype)
 
     def _forget(self) -> None:
         """Moves the slots that some row still sees to the front of the buffer."""

@@ -29,7 +29,7 @@ from .policy import AdaptivePolicy, DraftPolicy, PlainPolicy, acceptance_stats_o
 from .probe import CHAINS, PLAIN, TREES, Verdict, verdict_of_call
 from .target_parts import names_rows
 from .target_run import TargetRun
-from .tree import DraftTree, collect, single_node, to_device
+from .tree import DraftTree, collect, to_device
 from .verification import Batch, TokenSequence, Verification, verify, verify_rows
 
 logger = logging.get_logger(__name__)
@@ -249,12 +249,13 @@ def _propose(run: TargetRun, rows: Sequence[Row], batch: Batch) -> dict[int, Dra
     collect(rounds)
     for row, each in zip(rows, rounds):
         row.generator.complete(each)
-    found = [each.best() for each in rounds]
-    if not any(map(len, found)):
-        return {row.place: single_node(row.sequence.root) for row in rows}
-    best = torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=-torch.inf)
-    left = torch.tensor([row.sequence.tokens_left for row in rows], device="cpu")
-    size = common_size(torch.stack([row.generator.expected_gain(each) for row, each in zip(rows, best)]), left)
+    found, size = [each.best() for each in rounds], 0
+    # A static tree ranks no nodes, and has one size.
+    if any(map(len, found)):
+        best = torch.nn.utils.rnn.pad_sequence(found, batch_first=True, padding_value=-torch.inf)
+        left = torch.tensor([row.sequence.tokens_left for row in rows], device="cpu")
+        gains = torch.stack([row.generator.expected_gain(each) for row, each in zip(rows, best)])
+        size = common_size(gains, left)
     trees = {row.place: each.finish(row.sequence.root, size) for row, each in zip(rows, rounds)}
     return trees if run.takes_trees else {place: tree.likeliest_path() for place, tree in trees.items()}
 
