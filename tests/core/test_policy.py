@@ -23,7 +23,7 @@ from hf_falcon.core.policy import (
     RoundTime,
     acceptance_stats_of,
 )
-from hf_falcon.core.tree import Branches, DraftTree, DynamicRound, DynamicTree, single_node
+from hf_falcon.core.tree import Branches, DraftTree, DynamicRound, DynamicTree, chain, single_node
 
 PATHS = Branches(torch.arange(2), torch.arange(2), torch.tensor([0.5, 0.2]).log())
 
@@ -77,6 +77,24 @@ def test_kept_calibration_is_where_the_statistics_start():
     decision = policy.decide()
     assert decision.correction(2) == pytest.approx(math.log(0.25))
     assert decision.correction(3) == decision.correction(4) == 0.0
+
+
+@pytest.mark.parametrize("calibration, paused", [([], True), ([1.0, 1.0], False)])
+def test_a_calibrated_drafter_is_believed_for_longer(calibration, paused):
+    """Two rounds of which nothing was right pause another one."""
+    stats, costs = AcceptanceStats(), Costs({0: 1.0, 8: 1.4})
+    costs.observe_target(1, 1.0)
+    policy = AdaptivePolicy(DraftOptions(draft_calibration=calibration), stats, costs, block_size=1)
+    tree = chain(torch.arange(3))
+    tree.log_probs = torch.tensor([1.0, 0.7, 0.5]).log()
+    for _ in range(2):
+        time = RoundTime(commit=0.25, drafting=0.25, passes=1, target=1.4, nodes=3)
+        policy.update(RoundOutcome(policy.decide(), tree, torch.tensor([0]), 0, time=time))
+    assert policy.decide().draft is not paused
+    # What was observed counts from then on, in every call.
+    share = stats.accepted_share.value
+    AdaptivePolicy(DraftOptions(draft_calibration=calibration), stats, costs, block_size=1)
+    assert stats.accepted_share.value == share
 
 
 def test_nothing_is_verified_where_nothing_pays():

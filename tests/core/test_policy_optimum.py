@@ -73,6 +73,19 @@ def test_useless_drafters_cost_little_in_short_answers(machine, drafter):
     assert ratio_of(lambda _: MACHINES[machine], DRAFTERS[drafter], 5, 64, skipped=1) >= 0.96
 
 
+def test_a_calibrated_drafter_is_fast_at_once():
+    """Bad luck in the first rounds pauses another one. A calibrated one that is wrong nevertheless costs little."""
+
+    def first_answers(drafter, calibration, machine=MACHINES["CPU in float32"]):
+        processes = [Process(lambda _: machine, DRAFTERS[drafter], seed, calibration) for seed in range(8)]
+        return 1.0 / fmean(1.0 / process.answer(64) for process in processes)
+
+    calibration = 6 * [1.0]
+    later = ratio_of(lambda _: MACHINES["CPU in float32"], DRAFTERS["fair"], 5, 64, skipped=1, seeds=4)
+    assert 0.9 * later < first_answers("fair", calibration) > first_answers("fair", ())
+    assert first_answers("wrong", calibration, MACHINES["CPU"]) > 0.85
+
+
 @pytest.mark.parametrize("drafter, least", [("strong", 1.08), ("fair", 1.08), ("wrong", 0.96)])
 def test_a_machine_that_is_busy_at_times(drafter, least):
     """The curve changes its shape every 400 tokens: drafting pauses soon, and comes back."""
@@ -105,6 +118,7 @@ CONSTANTS = [
     (policy, "_DECAY"),
     (policy, "_LEAST"),
     (policy, "_PRIOR_OF_TREES"),
+    (policy, "_PRIOR_OF_CALIBRATED"),
     (policy, "_DECAY_OF_TREES"),
     (policy, "_NEW"),
     (policy, "_NEW_RATE"),
@@ -118,7 +132,9 @@ CONSTANTS = [
 
 def mean_ratio() -> float:
     cells = [("CPU", "strong"), ("CPU", "wrong"), ("GPU", "fair"), ("loaded CPU", "fair"), ("CPU in float32", "fair")]
-    return fmean(ratio_of(lambda _, name=name: MACHINES[name], DRAFTERS[drafter], 4, 128) for name, drafter in cells)
+    found = [ratio_of(lambda _, name=name: MACHINES[name], DRAFTERS[drafter], 4, 128) for name, drafter in cells]
+    calibrated = Process(lambda _: MACHINES["CPU in float32"], DRAFTERS["fair"], 0, 6 * [1.0])
+    return fmean([*found, calibrated.answer(128)])
 
 
 @pytest.fixture(scope="module")

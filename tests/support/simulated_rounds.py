@@ -3,8 +3,8 @@
 
 import itertools
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -131,10 +131,20 @@ class Process:
 
     Args:
         machine (`Callable[[int], Machine]`): the machine after some number of tokens of this process.
+        drafter ([`Drafter`]): the drafter.
+        seed (`int`, *optional*, defaults to 0): of the text and the timings.
+        calibration (sequence of `float`, *optional*): the drafting option `draft_calibration`.
     """
 
-    def __init__(self, machine: Callable[[int], Machine], drafter: Drafter, seed: int = 0):
+    def __init__(
+        self,
+        machine: Callable[[int], Machine],
+        drafter: Drafter,
+        seed: int = 0,
+        calibration: Sequence[float] = (),
+    ):
         self.machine, self.drafter = machine, drafter
+        self.options = replace(OPTIONS, draft_calibration=calibration)
         self.stats, self.costs = AcceptanceStats(), Costs(machine(0).prior)
         self._text, self._draws = Text(drafter, seed + 1000), random.Random(seed)
         self._tokens = 0
@@ -142,7 +152,7 @@ class Process:
 
     def answer(self, tokens: int) -> float:
         """Writes an answer. Returns the time that plain decoding takes for it over the time that it took."""
-        policy = AdaptivePolicy(OPTIONS, self.stats, self.costs, block_size=1, ahead=self.machine(0).ahead)
+        policy = AdaptivePolicy(self.options, self.stats, self.costs, block_size=1, ahead=self.machine(0).ahead)
         plain = took = emitted = 0.0
         while emitted < tokens:
             machine = self.machine(self._tokens)

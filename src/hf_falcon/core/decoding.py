@@ -218,9 +218,9 @@ def decode(
         with statistics.measure("drafter", generators[0].drafter.device):
             drafted = _propose(run, unfinished, batch)
             # What plain decoding runs of a row that has ended fits in beside them.
-            nodes = max(map(len, drafted.values()))
+            most = max(map(len, drafted.values()))
             trees = [
-                drafted.get(row.place) or run.rest(row.place, row.sequence.token_ids, nodes, batch.padding)
+                drafted.get(row.place) or run.rest(row.place, row.sequence.token_ids, most, batch.padding)
                 for row in cached
             ]
         with statistics.measure("target", device) as watch:

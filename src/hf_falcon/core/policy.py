@@ -28,6 +28,8 @@ from .tree import Branches, DraftTree
 _PRIOR, _DECAY, _LEAST = 8.0, 0.995, 1e-3
 # The same for the accepted share of whole trees: drafting with a useless drafter is to pause soon.
 _PRIOR_OF_TREES, _DECAY_OF_TREES = 1.0, 0.95
+# And with a calibrated one: its probabilities were compared with its target's choices, so bad luck proves little.
+_PRIOR_OF_CALIBRATED = 4.0
 # Weight of a new round in a running mean.
 _NEW, _NEW_RATE = 0.15, 0.05
 # Tokens that drafting may lose before it pauses, and the tokens that a plain step adds to them. So drafting is probed
@@ -135,8 +137,10 @@ class AcceptanceStats:
         self.continuations[passes - 1] += _NEW * (probability - self.continuations[passes - 1])
 
     def start_from(self, calibration: Sequence[float]) -> None:
-        """Sets the calibration of the depths that have no observation yet."""
+        """Sets the calibration of the depths that have no observation yet, and trusts it until trees were drafted."""
         self.depths.extend(map(Share, calibration[len(self.depths) :]))
+        if calibration and self.drafted_rounds == 0:
+            self.accepted_share = Share(1.0, _PRIOR_OF_CALIBRATED, _DECAY_OF_TREES)
 
 
 def total_probability(branches: Branches) -> Tensor:
