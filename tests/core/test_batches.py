@@ -20,6 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_falcon.batches import StepNoise
 from hf_falcon.core.decoding import common_size
+from hf_falcon.core.policy import acceptance_stats_of
 from hf_falcon.core.verification import TokenSequence
 
 LENGTHS = (5, 11, 1, 8)
@@ -165,6 +166,17 @@ def test_rows_that_end_leave_the_cache(assisted, monkeypatch):
     assert rows[False][0] == 4
     assert rows[False][-1] < 4
     assert rows[True] == [4] * len(rows[False])
+
+
+@pytest.mark.parametrize("returned, rows", [(False, {4, 3, 2, 1}), (True, {4})])
+def test_costs_are_of_the_rows_that_run(returned, rows):
+    """Where rows that have ended stay, forwards cost as much as before."""
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target, **SCHEDULES["heuristic"])
+    settings = {**WAYS["ends"], "return_dict_in_generate": returned}
+    plain(target, assistant_model=drafter, **settings)
+    found = {key.rows for key in acceptance_stats_of(drafter, target).costs}
+    assert 4 in found <= rows and (returned or len(found) > 1)
 
 
 @pytest.mark.parametrize("settings", [{}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sample"])

@@ -203,7 +203,7 @@ def decode(
                 run.select([row.place for row in unfinished])
                 unfinished = cached = [replace(row, place=place) for place, row in enumerate(unfinished)]
         if len(unfinished) != drafting:
-            policy = _policy(run, unfinished, batch)
+            policy = _policy(run, unfinished, batch, len(cached))
             for row in unfinished:
                 if drafting:
                     row.generator.policy = policy
@@ -265,8 +265,8 @@ def common_size(gains: Tensor, left: Tensor) -> int:
     return int(((left[:, None] - left.max() - gains.double()) / left.max().double().sqrt()).logsumexp(dim=0).argmin())
 
 
-def _policy(run: TargetRun, rows: Sequence[Row], batch: Batch) -> DraftPolicy:
-    """The drafting policy of `rows`, which are not finished."""
+def _policy(run: TargetRun, rows: Sequence[Row], batch: Batch, cached: int) -> DraftPolicy:
+    """The drafting policy of `rows`, which are not finished, in forwards of `cached` rows."""
     model, drafter, options = run.model, rows[0].generator.drafter, rows[0].generator.options
     stats = acceptance_stats_of(drafter, model)
     # On a device other than a CPU, a question after a pass would wait for the device.
@@ -278,7 +278,7 @@ def _policy(run: TargetRun, rows: Sequence[Row], batch: Batch) -> DraftPolicy:
         return DraftPolicy(options, stats, ahead)
     acceleration = run.acceleration
     key = CostKey.of(
-        model, run.length, options.num_assistant_tokens, len(rows), acceleration.is_packed, acceleration.sizes
+        model, run.length, options.num_assistant_tokens, cached, acceleration.is_packed, acceleration.sizes
     )
     stats = stats.under(key)
     costs = costs_of(model, key, stats.costs)
