@@ -26,10 +26,9 @@ from .tree import Branches, DraftTree
 
 # Observations that an initial share counts for, the factor by which old observations count less, and the least share.
 _PRIOR, _DECAY, _LEAST = 8.0, 0.995, 1e-3
-# The same for the accepted share of whole trees: drafting with a useless drafter is to pause soon.
-_PRIOR_OF_TREES, _DECAY_OF_TREES = 1.0, 0.95
-# And with a calibrated one: its probabilities were compared with its target's choices, so bad luck proves little.
-_PRIOR_OF_CALIBRATED = 4.0
+# The same for the accepted share of whole trees: drafting with a useless drafter is to pause soon. With a calibrated
+# one, whose probabilities were compared with its target's choices, bad luck proves little.
+_PRIOR_OF_TREES, _PRIOR_OF_CALIBRATED, _DECAY_OF_TREES = 1.0, 4.0, 0.95
 # Weight of a new round in a running mean.
 _NEW, _NEW_RATE = 0.15, 0.05
 # Tokens that drafting may lose before it pauses, and the tokens that a plain step adds to them. So drafting is probed

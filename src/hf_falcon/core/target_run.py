@@ -233,9 +233,8 @@ class TargetRun:
             for layer in self._layers:
                 layer.move(*on_devices[layer.device])
         end = max(map(sum, zip(lengths, counts)))
-        self._slots.advance(
-            [count or min(size, end - length) for count, size, length in zip(counts, self._sizes, lengths)]
-        )
+        rows = zip(counts, self._sizes, lengths)
+        self._slots.advance([count or min(size, end - length) for count, size, length in rows])
 
     def select(self, rows: Sequence[int]) -> None:
         """Drops all rows but those at these indices."""
