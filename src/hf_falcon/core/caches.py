@@ -177,7 +177,7 @@ class RowSlots:
     def __init__(self, lengths: Sequence[int], device: torch.device, hidden: Tensor | None = None):
         self._device = device
         self._next: dict[tuple[int, torch.device], Tensor] = {}
-        self._take(lengths)
+        self._set_lengths(lengths)
         self.hidden = None if hidden is None else to_device(hidden, device)
 
     def __len__(self) -> int:
@@ -194,15 +194,15 @@ class RowSlots:
 
     def advance(self, counts: Sequence[int]) -> None:
         """Keeps the first `counts` new tokens of each row."""
-        self._take([length + count for length, count in zip(self.lengths, counts)])
+        self._set_lengths([length + count for length, count in zip(self.lengths, counts)])
 
     def select(self, rows: Sequence[int]) -> None:
         """Drops all rows but those at these indices."""
-        self._take([self.lengths[row] for row in rows])
+        self._set_lengths([self.lengths[row] for row in rows])
         if self.hidden is not None:
             self.hidden = self.hidden[to_device(torch.tensor(rows, device="cpu"), self.hidden.device)]
 
-    def _take(self, lengths: Sequence[int]) -> None:
+    def _set_lengths(self, lengths: Sequence[int]) -> None:
         self.lengths = list(lengths)
         # Slots of the longest and of the shortest row: every layer reads them in every round.
         self.longest, self.shortest = max(lengths), min(lengths)
