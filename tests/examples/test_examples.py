@@ -290,3 +290,23 @@ def test_batches(models, monkeypatch, capsys, tmp_path):
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
     # In float32 all texts are plain decoding's. The fifth prompt fills no batch of two.
     assert [(row[0], row[1], row[-1]) for row in rows] == [("1", "5", "5/5"), ("2", "2", "2/2")]
+
+
+def test_never_slower(models, workplace, monkeypatch, capsys, tmp_path):
+    script = example("never_slower")
+    models(script)
+    # A process whose threads have computed cannot be forked.
+    calls = []
+    monkeypatch.setattr(script, "in_new_process", lambda run, *arguments: calls.append(run) or run(*arguments))
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    words = ["--data", workplace / "prompts.jsonl", "--output", tmp_path / "times.jsonl", "--drafters", "other=folder"]
+    words += ["--busy", "0", "1", "--lengths", "4"]
+    monkeypatch.setattr("sys.argv", ["never_slower.py", *map(str, words)])
+    script.main()
+    header, _, *rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert header[3::4] == ["lookup,", "default,", "other,", "random,"]
+    assert [row[:2] for row in rows] == [["0", "4"], ["1", "4"]] and all(len(row) == 10 for row in rows)
+    # Plain decoding and each drafter beside no process and beside one. The same command measures nothing again.
+    assert len(calls) == 10
+    script.main()
+    assert len(calls) == 10
