@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from transformers import CompileConfig
 from .joined_weights import one_product_each
 from .kept_programs import Shelf
 from .programs import CannotBeBuilt, Program, build, flattened, kind_of, leaves
+from .row_invariant import FilledForward
 
 
 class CompiledCode:
@@ -37,8 +38,7 @@ class CompiledCode:
                 # torch accepts a mode or options, not both: these are the options of the mode.
                 options = torch._inductor.list_mode_options(mode) | options
             options = _options(is_row_invariant) | options
-        # Other models add entries to global tables of transformers. That must not invalidate compiled code.
-        options["guard_filter_fn"] = torch.compiler.skip_guard_on_globals_unsafe
+        options["guard_filter_fn"] = _kept_guards
         self._run = torch.compile(_with_its_own_code(function), **config, options=options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -201,6 +201,17 @@ def _with_its_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
     compiled_function.__code__ = compiled_function.__code__.replace()
     return compiled_function
+
+
+def _kept_guards(entries: Sequence[Any]) -> list[bool]:
+    """
+    Of what `torch.compile` wants to check before it runs its code, what counts. Other models add entries to global
+    tables of transformers. And each linear layer that fills up rows has an object of its own as its forward, where
+    layers share their code: its class and its number of rows are checked.
+    """
+    kept = torch.compiler.skip_guard_on_globals_unsafe(entries)
+    own = (isinstance(each.value, FilledForward) and each.guard_type == "CLOSURE_MATCH" for each in entries)
+    return [keep and not is_own for keep, is_own in zip(kept, own)]
 
 
 def _options(is_row_invariant: bool) -> dict[str, Any]:
