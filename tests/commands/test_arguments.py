@@ -203,6 +203,7 @@ def test_a_folder_that_is_no_model(capsys, tmp_path):
     assert f"`target` is {str(tmp_path)!r}, a folder without `config.json`" in line
 
 
+@pytest.mark.slow
 def test_compiling_without_a_compiler(saved, tmp_path):
     """One line, which says that `torch.compile` failed."""
     variables = {**os.environ, "PYTHONPATH": SOURCE, "PATH": str(tmp_path), "CXX": "no-such-compiler"}

@@ -9,6 +9,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from counting_compiler import Backend, compiled_by
+from quick import one_in
 from tiny_models import new_target, prompt, random_tokens, tiny_drafter
 from transformers import AttentionInterface
 
@@ -121,8 +122,7 @@ def kept_if_slower(monkeypatch):
     monkeypatch.setattr(compiling, "_takes_less", lambda *arguments: True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize(("name", "dtype"), one_in(2, ["gemma3", "llama"], [torch.float16, torch.bfloat16]))
 def test_rounds_that_are_compiled_inside(name, dtype, kept_if_slower, monkeypatch):
     # As on processors where each product fills up rows.
     monkeypatch.setattr(row_invariant, "least_rows", lambda *product: max(2, least_rows(*product)))

@@ -57,6 +57,7 @@ def quick(script, monkeypatch):
 TITLES = ["Tests", "Speed in bfloat16", "Speed in float32", "Time of a forward", "A network of 1b size"]
 
 
+@pytest.mark.slow
 def test_to_its_end(script, words, tmp_path, capsys):
     assert script.main([*words, "--device", "cpu"]) == 0
     page = (tmp_path / "gpu.md").read_text()

@@ -348,8 +348,8 @@ def test_learning_keeps_no_tensors_but_those_of_its_buffer():
     target, drafter = pair()
     with learner(drafter, target, memory=0.02) as found:
         counts = []
-        for start in range(0, 60, 15):
-            for seed in range(start, start + 15):
+        for start in range(0, 40, 10):
+            for seed in range(start, start + 10):
                 call(target, drafter, seed)
             assert found.learn(4) == 4
             counts.append(tensors_beside_the_buffer(found))
