@@ -8,6 +8,7 @@ from contextlib import ExitStack
 import pytest
 import torch
 from counting_compiler import Backend, compiled_by, drafter_of, generate
+from quick import one_in
 from tiny_models import new_target, prompt
 
 import hf_falcon
@@ -32,8 +33,7 @@ def classes(model) -> list[str]:
     return [f"{type(module).__module__}.{type(module).__name__}" for module in model.modules()]
 
 
-@pytest.mark.parametrize("kind", ["as it is", "packed", "compiled", "packed and compiled"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "kind"), one_in(2, WAYS, ["as it is", "packed", "compiled", "packed and compiled"]))
 def test_copies_are_ordinary(kind, way, monkeypatch):
     original = compiling._is_faster
     monkeypatch.setattr(compiling, "_is_faster", lambda *arguments: [original(*arguments)] != [])
