@@ -30,7 +30,7 @@ from hf_falcon.bench.prompts import read_turns
 from hf_falcon.bench.tables import aligned
 from hf_falcon.commands.models import encode, load_drafter, load_target
 
-# What runs: `None` is plain decoding.
+# Plain decoding, and a drafter that foretells nothing.
 PLAIN, RANDOM = "plain", "random"
 
 
@@ -57,11 +57,12 @@ def main() -> None:
     ]
     # Neighbours are of different files.
     random.Random(0).shuffle(prompts)
-    lines = arguments.output.read_text().splitlines() if arguments.output.exists() else []
-    measured = [json.loads(line) for line in lines]
-    done = set(map(key, measured))
     turns = list(itertools.product(arguments.busy, arguments.lengths, range(len(prompts))))
-    progress = tqdm(total=len(turns) * len(drafters), unit="process")
+    wanted = {(*turn, name) for turn in turns for name in drafters}
+    lines = arguments.output.read_text().splitlines() if arguments.output.exists() else []
+    measured = [line for line in map(json.loads, lines) if key(line) in wanted]
+    done = set(map(key, measured))
+    progress = tqdm(total=len(wanted), unit="process")
     for busy, length, prompt in turns:
         names = list(drafters)
         # Nothing is always the first or the last.
@@ -83,7 +84,7 @@ def main() -> None:
 
 
 def load_drafters(arguments, target):
-    """By name; `random` has the default drafter's sizes, and foretells nothing."""
+    """By name. `None` is plain decoding; `random` has the default drafter's sizes."""
     default = load_drafter(None, arguments.dtype, target.device, target)
     found = {PLAIN: None, "lookup": "lookup", "default": default}
     for word in arguments.drafters:
