@@ -7,7 +7,7 @@ nodes, no prompt lookup), and the speed-up over plain decoding with the time of 
         --steps_a_call 0.75
 
 Hardware: 2 CPU cores
-Minutes: 10
+Minutes: 20
 Expected: more accepted tokens on the stream's held-out prompts after 100 calls than before
 
 The streams of docs/learning.md, an instant drafter on dialogues, and the shipped one on German prompts:

@@ -6,7 +6,7 @@ the first call of a process and the second. Prints the tokens a second of each d
     python examples/never_slower.py --data mt_bench.jsonl humaneval.jsonl gsm8k.jsonl --output never-slower.jsonl
 
 Hardware: 2 CPU cores, Linux
-Minutes: 90; 1 with --limit 1 --busy 0 --lengths 16
+Minutes: 70 with --lengths 16 64; 1 with --limit 1 --busy 0 --lengths 16
 Expected: nothing below 1, beyond what repetitions differ by: by a tenth and more on a busy machine
 
 Each prompt and drafter has a new process: a fork of one that has loaded everything and has computed nothing. The same
@@ -60,7 +60,9 @@ def main() -> None:
     turns = list(itertools.product(arguments.busy, arguments.lengths, range(len(prompts))))
     wanted = {(*turn, name) for turn in turns for name in drafters}
     lines = arguments.output.read_text().splitlines() if arguments.output.exists() else []
-    measured = [line for line in map(json.loads, lines) if key(line) in wanted]
+    # A file may have results of other settings, too.
+    settings = {name: getattr(arguments, name) for name in ("target", "dtype", "data", "limit")}
+    measured = [line for line in map(json.loads, lines) if key(line) in wanted and line["settings"] == settings]
     done = set(map(key, measured))
     progress = tqdm(total=len(wanted), unit="process")
     for busy, length, prompt in turns:
@@ -75,7 +77,7 @@ def main() -> None:
                 calls = [prompts[prompt], prompts[(prompt + 1) % len(prompts)]]
                 tokens, seconds = in_new_process(run, target, drafters[name], calls, length, threads)
                 line = {"busy": busy, "length": length, "prompt": prompt, "drafter": name}
-                line |= {"tokens": tokens, "seconds": seconds}
+                line |= {"tokens": tokens, "seconds": seconds, "settings": settings}
                 measured.append(line)
                 with arguments.output.open("a") as file:
                     file.write(json.dumps(line) + "\n")

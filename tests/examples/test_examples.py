@@ -310,3 +310,7 @@ def test_never_slower(models, workplace, monkeypatch, capsys, tmp_path):
     assert len(calls) == 10
     script.main()
     assert len(calls) == 10
+    # With other settings a result is another one.
+    monkeypatch.setattr("sys.argv", ["never_slower.py", *map(str, words), "--limit", "2"])
+    script.main()
+    assert len(calls) == 20

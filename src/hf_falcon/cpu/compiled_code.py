@@ -205,9 +205,9 @@ def _with_its_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def _kept_guards(entries: Sequence[Any]) -> list[bool]:
     """
-    Of what `torch.compile` wants to check before it runs its code, what counts. Other models add entries to global
-    tables of transformers. And each linear layer that fills up rows has an object of its own as its forward, where
-    layers share their code: its class and its number of rows are checked.
+    Drops guards of `torch.compile` that would only keep code from being used: those on global tables of transformers,
+    which other models add entries to, and those on which object the forward of a linear layer inside
+    [`row_invariant`] is. Each layer has its own there, and layers share code; its class and its number of rows count.
     """
     kept = torch.compiler.skip_guard_on_globals_unsafe(entries)
     own = (isinstance(each.value, FilledForward) and each.guard_type == "CLOSURE_MATCH" for each in entries)
