@@ -23,6 +23,7 @@ import torch
 from tqdm.auto import tqdm
 
 from hf_falcon import compiled_rounds, packed_weights
+from hf_falcon.bench.busy import busy_processes
 from hf_falcon.bench.methods import COMPILED, PACKED, Models, resolve
 from hf_falcon.bench.prompts import read_turns
 from hf_falcon.bench.runner import timed
@@ -48,6 +49,7 @@ def main() -> None:
     )
     parser.add_argument("--lookups", nargs="*", type=int, default=[3, 8], help="tokens of llama.cpp's prompt lookup")
     parser.add_argument("--draft_model", help="GGUF file of a smaller model, for llama.cpp's speculation")
+    parser.add_argument("--busy", type=int, default=0, help="other processes that compute")
     arguments = parser.parse_args()
     if arguments.target is not None and arguments.gguf is None:
         parser.error("--target has no files for llama.cpp: give them as --gguf")
@@ -71,6 +73,7 @@ def main() -> None:
             if arguments.draft_model is not None:
                 peer = stack.enter_context(llama_cpp(arguments, file, arguments.draft_model))
                 peers[f"llama.cpp, {file.stem}, its draft model"] = peer
+        stack.enter_context(busy_processes(arguments.busy))
         measured = measure(arguments, target, tokenizer, methods, peers)
     print(table(measured))
 

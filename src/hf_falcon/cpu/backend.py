@@ -13,6 +13,7 @@ from transformers import Cache, PreTrainedModel
 
 from ..core.interfaces import Drafter, DrafterAcceleration, DraftHead, TargetAcceleration, register
 from ..core.target_parts import decoder_layers, is_compiled, structure_of
+from .busy_cores import busy_cores
 from .compiled_code import captures_graphs
 from .compiled_rounds import CompiledRounds
 from .grouped_attention import grouped_attention
@@ -42,6 +43,8 @@ class CpuTarget(TargetAcceleration):
         self._linears = {} if is_row_invariant(target) else _linears_of_target(target)
         self._shares_keys = _shares_keys(target)
         self.compiled = compiled
+        if target.device.type == "cpu":
+            busy_cores.begin(self)
 
     @property
     def sizes(self) -> tuple[int, ...]:  # type: ignore[override]
