@@ -6,8 +6,8 @@ the first call of a process and the second. Prints the tokens a second of each d
     python examples/never_slower.py --data mt_bench.jsonl humaneval.jsonl gsm8k.jsonl --output never-slower.jsonl
 
 Hardware: 2 CPU cores, Linux
-Minutes: 70 with --lengths 16 64; 1 with --limit 1 --busy 0 --lengths 16
-Expected: nothing below 1, beyond what repetitions differ by: by a tenth and more on a busy machine
+Minutes: 60 with --lengths 16 64; 1 with --limit 1 --busy 0 --lengths 16
+Expected: nothing below 1, beyond what repetitions differ by, which is a tenth and more; 2 to 5 beside other processes
 
 Each prompt and drafter has a new process: a fork of one that has loaded everything and has computed nothing. The same
 command goes on after an interruption.
