@@ -30,7 +30,7 @@ from hf_falcon.bench.prompts import read_turns
 from hf_falcon.bench.tables import aligned
 from hf_falcon.commands.models import encode, load_drafter, load_target
 
-# Plain decoding, and a drafter that foretells nothing.
+# Plain decoding, and a drafter that predicts nothing.
 PLAIN, RANDOM = "plain", "random"
 
 
