@@ -14,6 +14,7 @@ KEY = CostKey(1, 8, 2048, "sdpa", "torch.bfloat16", "cpu", 1, False, ())
 @pytest.fixture
 def slow_processor(monkeypatch):
     monkeypatch.setattr(guessed_costs, "has_bfloat16_instructions", lambda: False)
+    monkeypatch.setattr(guessed_costs, "WIDENS", False)
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
 
 
@@ -27,6 +28,13 @@ def test_costs_grow_with_each_token(slow_processor, dtype):
     assert found[0] == 1.0 and found[1] == pytest.approx(1.2) and found[8] == pytest.approx(2.6)
     # The unit is a plain step of all rows.
     assert times(KEY._replace(dtype=dtype, rows=4))[1] == pytest.approx((1 + 0.2 * 7) / (1 + 0.2 * 3))
+
+
+def test_costs_grow_less_from_where_weights_are_widened(slow_processor, monkeypatch):
+    monkeypatch.setattr(guessed_costs, "WIDENS", True)
+    found = times(KEY)
+    assert found[0] == 1.0 and found[1] == pytest.approx(1.42) and found[8] == pytest.approx(3.04)
+    assert found[8] - found[7] == pytest.approx(0.055)
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,17 @@ def test_other_threads_have_ordinary_layers(linear, blocks_used):
 @pytest.fixture
 def swapped(monkeypatch) -> None:
     """In bfloat16, as with AMX."""
+    monkeypatch.setattr(module, "WIDENS", False)
     monkeypatch.setitem(module._ROWS, torch.bfloat16, range(2, 25))
+
+
+@pytest.fixture
+def widened(monkeypatch) -> None:
+    """In 16 bits, as with AVX2; pieces of a weight are of 32 outputs or fewer."""
+    monkeypatch.setattr(module, "WIDENS", True)
+    monkeypatch.setattr(module, "_PIECE", 40 * 47)
+    for dtype in (torch.bfloat16, torch.float16):
+        monkeypatch.setitem(module._ROWS, dtype, range(6, 25))
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
@@ -116,12 +126,12 @@ def test_in_bfloat16_rows_and_weight_are_swapped(bias, swapped):
         assert [each.is_contiguous() for each in found] == [rows in (1, 25), rows in (1, 25), True]
 
 
-def test_text_in_bfloat16(swapped, monkeypatch):
+@pytest.mark.parametrize("way, name", [("swapped", "product_with_rows"), ("widened", "widened_product")])
+def test_text_in_bfloat16(way, name, request, monkeypatch):
     """All shapes fit, in the target's rounds and in the drafter's passes."""
-    used, product = set(), module.product_with_rows
-    monkeypatch.setattr(
-        module, "product_with_rows", lambda input, *rest: used.add(input.shape[1]) or product(input, *rest)
-    )
+    request.getfixturevalue(way)
+    used, product = set(), getattr(module, name)
+    monkeypatch.setattr(module, name, lambda input, *rest: used.add(input.shape[1]) or product(input, *rest))
     target = copy.deepcopy(tiny_target("llama")).bfloat16()
     drafter, tokens = copy.deepcopy(tiny_drafter(target)), prompt(10)
     output = target.generate(
@@ -129,6 +139,67 @@ def test_text_in_bfloat16(swapped, monkeypatch):
     )
     assert output.shape == (1, 22) and used
     assert kinds(target) == kinds(drafter) == {nn.Linear}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@torch.no_grad()
+def test_16_bits_are_widened(bias, dtype, widened):
+    layer = nn.Linear(40, 80, bias=bias).to(dtype)
+    bias = None if layer.bias is None else layer.bias.float()
+    for rows in (5, 6, 24, 25):
+        states = torch.randn(1, rows, 40).to(dtype)
+        ordinary = layer(states)
+        with skinny_gemm(layer, linears_of(layer)):
+            found = layer(states)
+        assert found.dtype == dtype and found.is_contiguous()
+        if rows in (5, 25):
+            assert torch.equal(found, ordinary)
+        else:
+            # One rounding, of a sum in float32, whose order may decide between two neighbours.
+            exact = nn.functional.linear(states.float(), layer.weight.float(), bias)
+            torch.testing.assert_close(found.float(), exact, rtol=torch.finfo(dtype).eps / 2 + 1e-6, atol=1e-6)
+
+
+@torch.no_grad()
+def test_each_thread_widens_for_itself(widened):
+    layers, states = [nn.Linear(40, 64).bfloat16() for _ in range(2)], torch.randn(8, 40).bfloat16()
+    expected, found = [layer(states) for layer in layers], {}
+
+    def multiply(place):
+        layer = layers[place]
+        with torch.no_grad(), torch.inference_mode(place == 0), skinny_gemm(layer, linears_of(layer)):
+            found[place] = [layer(states) for _ in range(200)]
+
+    threads = [threading.Thread(target=multiply, args=(place,)) for place in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for place in range(2):
+        for each in found[place]:
+            torch.testing.assert_close(each, expected[place])
+
+
+@torch.no_grad()
+def test_what_inference_mode_widened_does_not_stay(linear, widened):
+    layer, states = linear.bfloat16(), torch.randn(8, 40).bfloat16()
+    module._here.piece = None
+    with skinny_gemm(layer, linears_of(layer)):
+        with torch.inference_mode():
+            found = layer(states)
+        assert torch.equal(layer(states), found)
+
+
+@pytest.mark.parametrize("is_compiling", [True, False])
+def test_nothing_is_widened_in_compiled_code_and_with_gradients(is_compiling, linear, widened, monkeypatch):
+    monkeypatch.setattr(module, "widened_product", None)
+    monkeypatch.setattr("torch.compiler.is_compiling", lambda: is_compiling)
+    layer, states = linear.bfloat16(), torch.randn(8, 40).bfloat16()
+    with torch.set_grad_enabled(not is_compiling), skinny_gemm(layer, linears_of(layer)):
+        found = layer(states)
+    assert torch.equal(found, nn.functional.linear(states, layer.weight, layer.bias))
+    assert found.requires_grad != is_compiling
 
 
 @pytest.mark.parametrize("has_bfloat16_products", [True, False])
@@ -184,8 +255,8 @@ def test_generation_scores_trees_by_blocks(rows, blocks_used):
     drafter.generation_config.num_assistant_tokens = 8 // rows - 1
     output = target.generate(tokens, attention_mask=torch.ones_like(tokens), assistant_model=drafter, **options)
     assert output.tolist() == expected.tolist()
-    # Not the prompt, which plain decoding reads by ordinary products.
-    assert used_by_target and set(used_by_target) <= set(range(LEAST, 9))
+    # Not the prompt, which plain decoding reads by ordinary products. The probe's trees are larger than the call's.
+    assert set(used_by_target) & set(range(LEAST, 9)) and 10 * rows not in used_by_target
     # The drafter's passes, too.
     assert len(blocks_used) > len(used_by_target)
     assert kinds(target) == kinds(drafter) == {nn.Linear}

@@ -1,12 +1,14 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
 Products of a few rows (the nodes of a tree, or the rows of a draft pass) with weights as they are. For a product of
-several rows MKL, in float32, and oneDNN, in bfloat16, would first copy a whole weight. Packed weights are faster
-still, but need a call of `pack_weights`.
+several rows MKL, in float32, and oneDNN, in bfloat16, would first copy a whole weight; without instructions for 16
+bits oneDNN takes nearly as long for each row as for one. Packed weights are faster still, but need a call of
+`pack_weights`.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -22,15 +24,22 @@ from .compact_weights import LentWeight, ordinary_linear
 from .packed_layouts import has_bfloat16_products, product_of_blocks
 
 _CAPABILITY = torch.backends.cpu.get_cpu_capability()
+# Whether products with weights in 16 bits are computed in float32.
+WIDENS = _CAPABILITY == "AVX2" and not has_bfloat16_products()
 # The numbers of rows for which this is faster. In float32, with AVX-512, on a Xeon, 3 and 16 rows are slower; with
 # AVX2, on an EPYC, one row takes 0.6 of the time, 8 rows 0.7 and 24 rows 0.8. In bfloat16, with AMX, on a Xeon, 4
-# and 16 rows take 0.7 to 0.9 of the time, 32 as long as before; other processors were not measured.
+# and 16 rows take 0.7 to 0.9 of the time, 32 as long as before. In both types of 16 bits, with AVX2, on the EPYC, 4
+# rows are slower, 8 rows take 0.7 of the time, 16 rows 0.5 and 256 rows 0.2. Other processors were not measured.
+_WIDENED_ROWS = range(6, 257) if WIDENS else range(0)
 _ROWS = {
     torch.float32: range(4, 13) if _CAPABILITY == "AVX512" else range(1, 25),
-    torch.bfloat16: range(2, 25) if torch.cpu._is_amx_tile_supported() else range(0),
+    torch.bfloat16: range(2, 25) if torch.cpu._is_amx_tile_supported() else _WIDENED_ROWS,
+    torch.float16: _WIDENED_ROWS,
 }
 # The outputs of a block in float32: the first width that divides a layer's outputs. On the Xeon both are equally fast.
 _WIDTHS = (32, 16) if _CAPABILITY == "AVX512" else (16,)
+# Values of a weight that are widened to float32 at a time: 4 MB, which stay in the processor's cache.
+_PIECE = 2**20
 # The layers inside a gated MLP, by transformers' names.
 _INNER = ("gate_proj", "up_proj")
 _lock = threading.Lock()
@@ -38,9 +47,13 @@ _users: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 
 class _Here(threading.local):
-    """Whether this thread is in a round. Other threads may run the same target at the same time."""
+    """
+    Of this thread, as others may run the same target at the same time: whether it is in a round, and where it widens
+    weights.
+    """
 
     in_a_round = False
+    piece: Tensor | None = None
 
 
 _here = _Here()
@@ -58,7 +71,8 @@ class SkinnyLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         # Code is only compiled for rounds.
-        if torch.compiler.is_compiling():
+        is_compiling = torch.compiler.is_compiling()
+        if is_compiling:
             if self.lent is not None and self.lent.suits(input):
                 return self.lent.product(input, self.bias)
         elif not _here.in_a_round:
@@ -69,7 +83,11 @@ class SkinnyLinear(nn.Linear):
         assert weight is not None
         if input.numel() // self.in_features not in _ROWS.get(dtype, ()) or dtype != weight.dtype:
             return F.linear(input, weight, bias)
-        if dtype == torch.bfloat16:
+        if dtype != torch.float32:
+            if WIDENS:
+                # What is widened passes no gradient on.
+                is_ordinary = is_compiling or torch.is_grad_enabled()
+                return F.linear(input, weight, bias) if is_ordinary else widened_product(input, weight, bias)
             output = product_with_rows(input, weight, bias)
             return output.contiguous() if self.has_contiguous_output else output
         width = next(width for width in _WIDTHS if self.out_features % width == 0)
@@ -103,6 +121,35 @@ def product_with_rows(input: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
     rows = input.reshape(-1, input.shape[-1]).t()
     output = torch.mm(weight, rows) if bias is None else torch.addmm(bias[:, None], weight, rows)
     return output.t().view(*input.shape[:-1], -1)
+
+
+def widened_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """
+    `torch.nn.functional.linear(input, weight, bias)` for values in 16 bits, computed in float32: each sum is rounded
+    once, at its end. The weight is widened in pieces, and each is multiplied in blocks of outputs.
+    """
+    rows = input.reshape(-1, input.shape[-1]).float()
+    output = input.new_empty(rows.shape[0], weight.shape[0])
+    width = _WIDTHS[-1]
+    height = max(_PIECE // weight.shape[1] // width, 1) * width
+    biases = itertools.repeat(None) if bias is None else bias.split(height)
+    for values, found, more in zip(weight.split(height), output.split(height, dim=1), biases):
+        blocks = _widened(values).view(-1, width, weight.shape[1]).transpose(1, 2)
+        product = torch.bmm(rows.expand(blocks.shape[0], -1, -1), blocks)
+        if more is not None:
+            product += more.view(-1, 1, width)
+        found.unflatten(1, (-1, width)).copy_(product.transpose(0, 1))
+    return output.view(*input.shape[:-1], -1)
+
+
+def _widened(values: Tensor) -> Tensor:
+    """A contiguous tensor in float32, in memory of this thread, which the next one overwrites."""
+    size = values.numel()
+    if _here.piece is None or _here.piece.shape[0] < size:
+        # What is made in inference mode cannot be written outside of it.
+        with torch.inference_mode(False):
+            _here.piece = torch.empty(size, dtype=torch.float32, device="cpu")
+    return _here.piece[:size].view(values.shape).copy_(values)
 
 
 def skinny_gemm_pays() -> bool:
@@ -175,8 +222,9 @@ def _change_classes(classes: Mapping[nn.Linear, type[nn.Linear]]) -> None:
         object.__setattr__(linear, "__class__", to)
 
 
-def _pays_in_bfloat16() -> bool:
-    return bool(_ROWS[torch.bfloat16]) or not has_bfloat16_products()
+def _pays_in(dtype: torch.dtype) -> bool:
+    # In bfloat16 without products for it, compiled code alone may be faster.
+    return bool(_ROWS.get(dtype)) or (dtype == torch.bfloat16 and not has_bfloat16_products())
 
 
 def _is_suited(linear: nn.Module | None) -> TypeGuard[nn.Linear]:
@@ -189,8 +237,7 @@ def _is_suited(linear: nn.Module | None) -> TypeGuard[nn.Linear]:
         # As a parameter, or `None`.
         and "bias" in linear._parameters
         and weight.device.type == "cpu"
-        # In bfloat16 without products for it, compiled code alone is faster.
-        and (weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and _pays_in_bfloat16()))
+        and _pays_in(weight.dtype)
         and weight.is_contiguous()
         and weight.shape[0] % _WIDTHS[-1] == 0
     )
