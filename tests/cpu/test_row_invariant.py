@@ -218,7 +218,9 @@ def test_attention_does_not_depend_on_other_rows():
     mask[0, 0, range(9), range(300, 309)] = 0
     seen = [*range(300), 305]
     arguments = query[:, :, 5:6], key[:, :, seen], value[:, :, seen], None
-    for attention, is_equal in ((row_invariant_sdpa, True), (sdpa_attention_forward, False)):
+    # With AVX2 torch's own is equal here, by accident.
+    is_by_accident = torch.backends.cpu.get_cpu_capability() == "AVX2"
+    for attention, is_equal in ((row_invariant_sdpa, True), (sdpa_attention_forward, is_by_accident)):
         with hf_falcon.row_invariant(target):
             together, _ = attention(module, query, key, value, mask)
             alone, weights = attention(module, *arguments)

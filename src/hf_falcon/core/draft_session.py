@@ -338,6 +338,7 @@ class BlockSession:
         """See [`DraftSession.condition`]."""
         return self._drafter.condition(states, self._head.embed(previous_token_ids))
 
+    @torch.autocast("cpu", enabled=False)  # It breaks torch's LSTM on processors without instructions for bfloat16.
     def commit(
         self, features: Tensor, next_token_ids: Tensor, first_position: int = 0, prompt_embeds: Tensor | None = None
     ) -> Tensor | None:
@@ -373,6 +374,7 @@ class BlockSession:
         self._cache.length = self._committed
         self._block_lstm_state, self._lineage, self._depth = self._lstm_state, None, 0
 
+    @torch.autocast("cpu", enabled=False)
     def extend(self, drafted: DraftedBlocks) -> Tensor:
         """See [`DraftSession.extend`]. The states may also be features of the target, if they are as wide as these."""
         size, width, state = self._block_size, drafted.blocks.shape[0], self._block_lstm_state
@@ -396,10 +398,8 @@ class BlockSession:
         if width not in self._pass_tables:
             size = self._block_size
             itself = torch.eye(width, dtype=torch.bool, device="cpu").repeat_interleave(size, dim=1)
-            blocks, positions = (
-                torch.arange(width, device="cpu").repeat_interleave(size),
-                torch.arange(size, device="cpu").repeat(width),
-            )
+            blocks = torch.arange(width, device="cpu").repeat_interleave(size)
+            positions = torch.arange(size, device="cpu").repeat(width)
             self._pass_tables[width] = self._table(blocks, positions, additive_mask(itself, dtype))
         return self._pass_tables[width]
 
