@@ -218,14 +218,14 @@ def test_attention_does_not_depend_on_other_rows():
     mask[0, 0, range(9), range(300, 309)] = 0
     seen = [*range(300), 305]
     arguments = query[:, :, 5:6], key[:, :, seen], value[:, :, seen], None
-    # With AVX2 torch's own is equal here, by accident.
-    is_by_accident = torch.backends.cpu.get_cpu_capability() == "AVX2"
-    for attention, is_equal in ((row_invariant_sdpa, True), (sdpa_attention_forward, is_by_accident)):
+    for attention, is_equal in ((row_invariant_sdpa, True), (sdpa_attention_forward, False)):
         with hf_falcon.row_invariant(target):
             together, _ = attention(module, query, key, value, mask)
             alone, weights = attention(module, *arguments)
         assert weights is None and alone.shape == (1, 1, 32, 64) and alone.is_contiguous()
-        assert torch.equal(alone, together[:, 5:6]) == is_equal
+        # With AVX2 torch's own happens to be equal here.
+        if is_equal or torch.backends.cpu.get_cpu_capability() != "AVX2":
+            assert torch.equal(alone, together[:, 5:6]) == is_equal
         torch.testing.assert_close(alone, together[:, 5:6], rtol=0.02, atol=0.02)
 
 

@@ -338,7 +338,7 @@ class BlockSession:
         """See [`DraftSession.condition`]."""
         return self._drafter.condition(states, self._head.embed(previous_token_ids))
 
-    @torch.autocast("cpu", enabled=False)  # It breaks torch's LSTM on processors without instructions for bfloat16.
+    @torch.autocast("cpu", enabled=False)  # Autocast breaks torch's LSTM without instructions for bfloat16.
     def commit(
         self, features: Tensor, next_token_ids: Tensor, first_position: int = 0, prompt_embeds: Tensor | None = None
     ) -> Tensor | None:

@@ -8,7 +8,6 @@ bits oneDNN takes nearly as long for each row as for one. Packed weights are fas
 
 from __future__ import annotations
 
-import itertools
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +24,7 @@ from .packed_layouts import has_bfloat16_products, product_of_blocks
 
 _CAPABILITY = torch.backends.cpu.get_cpu_capability()
 # Whether products with weights in 16 bits are computed in float32.
-WIDENS = _CAPABILITY == "AVX2" and not has_bfloat16_products()
+WIDENS = torch.backends.mkl.is_available() and _CAPABILITY == "AVX2" and not has_bfloat16_products()
 # The numbers of rows for which this is faster. In float32, with AVX-512, on a Xeon, 3 and 16 rows are slower; with
 # AVX2, on an EPYC, one row takes 0.6 of the time, 8 rows 0.7 and 24 rows 0.8. In bfloat16, with AMX, on a Xeon, 4
 # and 16 rows take 0.7 to 0.9 of the time, 32 as long as before. In both types of 16 bits, with AVX2, on the EPYC, 4
@@ -90,9 +89,7 @@ class SkinnyLinear(nn.Linear):
                 return F.linear(input, weight, bias) if is_ordinary else widened_product(input, weight, bias)
             output = product_with_rows(input, weight, bias)
             return output.contiguous() if self.has_contiguous_output else output
-        width = next(width for width in _WIDTHS if self.out_features % width == 0)
-        blocks = weight.view(-1, width, self.in_features).transpose(1, 2)
-        output = product_of_blocks(input, blocks)
+        output = _product_by_blocks(input, weight)
         return output if bias is None else output + bias
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
@@ -126,20 +123,22 @@ def product_with_rows(input: Tensor, weight: Tensor, bias: Tensor | None) -> Ten
 def widened_product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """
     `torch.nn.functional.linear(input, weight, bias)` for values in 16 bits, computed in float32: each sum is rounded
-    once, at its end. The weight is widened in pieces, and each is multiplied in blocks of outputs.
+    once, at its end. The weight is widened in pieces of some outputs.
     """
-    rows = input.reshape(-1, input.shape[-1]).float()
-    output = input.new_empty(rows.shape[0], weight.shape[0])
-    width = _WIDTHS[-1]
+    rows, width = input.float(), _WIDTHS[-1]
+    output = input.new_empty(*input.shape[:-1], weight.shape[0])
     height = max(_PIECE // weight.shape[1] // width, 1) * width
-    biases = itertools.repeat(None) if bias is None else bias.split(height)
-    for values, found, more in zip(weight.split(height), output.split(height, dim=1), biases):
-        blocks = _widened(values).view(-1, width, weight.shape[1]).transpose(1, 2)
-        product = torch.bmm(rows.expand(blocks.shape[0], -1, -1), blocks)
-        if more is not None:
-            product += more.view(-1, 1, width)
-        found.unflatten(1, (-1, width)).copy_(product.transpose(0, 1))
-    return output.view(*input.shape[:-1], -1)
+    for start in range(0, weight.shape[0], height):
+        piece = slice(start, start + height)
+        product = _product_by_blocks(rows, _widened(weight[piece]))
+        output[..., piece] = product if bias is None else product + bias[piece]
+    return output
+
+
+def _product_by_blocks(input: Tensor, weight: Tensor) -> Tensor:
+    outputs, inputs = weight.shape
+    width = next(width for width in _WIDTHS if outputs % width == 0)
+    return product_of_blocks(input, weight.view(-1, width, inputs).transpose(1, 2))
 
 
 def _widened(values: Tensor) -> Tensor:
