@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from eagle3_models import new_eagle3
+from quick import one_in
 from tiny_models import SAME_EVERY_ROUND, VOCAB, new_target, prompt, random_tokens, tiny_drafter, tiny_target
 from transformers import LogitsProcessor
 
@@ -90,8 +91,7 @@ def trees(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("setting", ["greedy", "sampled"])
-@pytest.mark.parametrize("kind", DRAFTERS)
+@pytest.mark.parametrize("kind, setting", one_in(2, DRAFTERS, ["greedy", "sampled"]))
 def test_the_tokens_are_those_of_plain_decoding_and_more_of_them_are_drafted(kind, setting):
     target = tiny_target("llama")
     drafter, accepted = DRAFTERS[kind](target), {Chain: 0, Silent: 0}

@@ -15,7 +15,7 @@ from serving import needs_the_extra
 
 INPUTS = 10_000
 # Each class takes some seconds.
-QUICK = {**dict.fromkeys(fuzz.CLASSES, 24), "cost-caches": 6, "requests": 12}
+QUICK = {**dict.fromkeys(fuzz.CLASSES, 16), "cost-caches": 6, "requests": 8}
 
 
 def tried(folder: Path) -> dict[str, dict]:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import transformers
+from quick import one_in
 from tiny_models import VOCAB, hooks_of, prompt, random_tokens, tiny_target
 
 from hf_falcon.bench import methods
@@ -140,9 +141,15 @@ def spied(function, calls):
     return wrapped
 
 
-@pytest.mark.parametrize("do_sample", [False, True], ids=["greedy", "sampling"])
-@pytest.mark.parametrize("sizes", [(5, 4, 5), (15, 5, 15), (1, 2, 1)], ids=str)
-@pytest.mark.parametrize("name", ["llama", "qwen2-mixed", "mistral-window", "gpt2", "llama-dynamic", "bloom", "mamba"])
+@pytest.mark.parametrize(
+    "name, sizes, do_sample",
+    one_in(
+        2,
+        ["llama", "qwen2-mixed", "mistral-window", "gpt2", "llama-dynamic", "bloom", "mamba"],
+        [(5, 4, 5), (15, 5, 15), (1, 2, 1)],
+        [False, True],
+    ),
+)
 def test_texts_are_plain_decodings(name, sizes, do_sample):
     target = tiny_target(name)
 

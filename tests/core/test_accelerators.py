@@ -236,14 +236,14 @@ OTHER_MODES = ["threshold", "static tree", "own tree", "prompt lookup", "bonuses
 )
 def test_synchronisations_of_a_round(mode, rows):
     """One brings the draft to the host, and one the target's choices: of all rows together."""
-    settings = {"eos_token_id": [VOCAB], "pad_token_id": 0, **MODES[mode], "max_new_tokens": 32}
+    settings = {"eos_token_id": [VOCAB], "pad_token_id": 0, **MODES[mode], "max_new_tokens": 20}
     found = rounds(*on_simulated_device(block_size=1), random_tokens(rows, 9), **settings)
     assert max(syncs for syncs, _ in found) <= 2
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_synchronisations_of_a_sampled_token(rows):
-    new_tokens = 32
+    new_tokens = 20
     settings = {"do_sample": True, "temperature": 0.5, "max_new_tokens": new_tokens}
     found = rounds(*on_simulated_device(block_size=1), random_tokens(rows, 9), **settings)
     assert sum(syncs for syncs, _ in found) <= 2 * len(found) + rows * new_tokens

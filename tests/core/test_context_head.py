@@ -5,6 +5,7 @@ import random
 
 import pytest
 import torch
+from quick import one_in
 from tiny_models import new_drafter, new_target, prompt, random_tokens, tiny_target
 from utilities import close
 
@@ -164,9 +165,10 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("sizes", [{"block_size": 1}, {"block_size": 2}, {"block_size": 2, "conditioning_size": 24}])
+@pytest.mark.parametrize(
+    "mode, rows, sizes",
+    one_in(2, MODES, [1, 3], [{"block_size": 1}, {"block_size": 2}, {"block_size": 2, "conditioning_size": 24}]),
+)
 def test_texts_are_plain_decodings(mode, rows, sizes):
     target = tiny_target()
     drafter = new_drafter(target, draft_vocab_size=30, num_lstm_layers=0, **sizes)

@@ -80,7 +80,7 @@ def seeded():
     return torch.Generator().manual_seed(0)
 
 
-@pytest.mark.parametrize("shape, extra", one_in(3, [(1, 0), (1, 1), (2, 0), (2, 1), (3, 2)], list(EXTRAS)))
+@pytest.mark.parametrize("shape, extra", one_in(4, [(1, 0), (1, 1), (2, 0), (2, 1), (3, 2)], list(EXTRAS)))
 def test_trees_are_the_same(shape, extra, target, backend):
     block_size, num_lstm_layers = shape
     drafter = drafter_of(target, block_size, num_lstm_layers, extra)

@@ -218,14 +218,14 @@ def layout(request):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_tokens_are_plain_decodings(name, layout, tmp_path):
-    """By a drafter from the disk, for one sequence and for four."""
+    """By a drafter from the disk: a greedy sequence, and four that are sampled."""
     target = tiny_target(name)
     drafter = new_eagle3(target, has_embedding=layout.has_embedding, draft_vocab_size=40, fc_norm=True)
     found = layout(drafter, tmp_path)
     assert all(torch.equal(tensor, found.state_dict()[key]) for key, tensor in drafter.state_dict().items())
     found.generation_config = drafter.generation_config
-    for rows, settings in itertools.product((1, 4), SETTINGS):
-        check_equal(target, random_tokens(rows, 9), found, **SETTINGS[settings])
+    for rows, settings in zip((1, 4), SETTINGS.values()):
+        check_equal(target, random_tokens(rows, 9), found, **settings)
 
 
 @pytest.mark.parametrize("name, schedule, settings, rows", one_in(4, NAMES, SCHEDULES, SETTINGS, (1, 4)))
@@ -381,7 +381,7 @@ def device():
         yield found
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", quick([*MODES][::2], MODES))
 def test_modes_on_a_device(mode, device):
     target = new_target()
     drafter = new_eagle3(target, draft_vocab_size=40, has_embedding=mode == "sampled", norm_before_fc=True)
@@ -403,7 +403,7 @@ def test_synchronisations_of_a_round(mode, rows):
     target = new_target()
     drafter = new_eagle3(target, draft_vocab_size=40)
     simulated_device.move(target), simulated_device.move(drafter)
-    settings = {"eos_token_id": [VOCAB], "pad_token_id": 0, **MODES[mode], "max_new_tokens": 32}
+    settings = {"eos_token_id": [VOCAB], "pad_token_id": 0, **MODES[mode], "max_new_tokens": 20}
     found = rounds(target, drafter, random_tokens(rows, 9), **settings)
     assert max(syncs for syncs, _ in found) <= 2
 

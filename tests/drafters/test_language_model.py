@@ -299,7 +299,7 @@ def test_transformers_refusals_name_the_drafter(ids, settings):
     assert generate(target, ids, CausalLMDrafter(model), **settings).draft_statistics is not None
 
 
-@pytest.mark.parametrize("mode, rows", one_in(2, MODES, [1, 2]))
+@pytest.mark.parametrize("mode, rows", one_in(4, MODES, [1, 2]))
 def test_modes_on_a_device(mode, rows):
     settings = {**MODES[mode], **({"tokenizer": tiny_tokenizer()} if "stop_strings" in MODES[mode] else {})}
     with Simulated() as device:

@@ -133,7 +133,7 @@ def test_chains_equal_plain(model_type, do_sample, monkeypatch):
     assert output.draft_statistics.accepted_tokens > NEW_TOKENS // 2 and len(runs) == 3
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", quick([*MODES][1::2], MODES))
 def test_modes_on_a_device(mode):
     with Simulated() as device:
         target = device.put(new_target())

@@ -6,6 +6,7 @@ import string
 
 import pytest
 import torch
+from quick import one_in
 from tiny_models import SAME_EVERY_ROUND, VOCAB, new_target, prompt, tiny_target, tiny_tokenizer
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -83,10 +84,10 @@ def test_the_shared_tokens():
     assert isinstance(same, SameTokens) and same.size == 288 and same.target_ids.tolist() == list(range(288))
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize("name", ["llama", "gemma3", "bloom"])
-@pytest.mark.parametrize("schedule", ["constant", "heuristic"])
-@pytest.mark.parametrize("do_sample", [False, True])
+@pytest.mark.parametrize(
+    "name, rows, schedule, do_sample",
+    one_in(2, ["llama", "gemma3", "bloom"], [1, 2], ["constant", "heuristic"], [False, True]),
+)
 def test_texts_are_those_of_plain_decoding(name, rows, schedule, do_sample):
     pairs = ["ab", "cd", "ef", "gh", "xy", "no", "ij", "AB"]
     target, drafter = tiny_target("llama"), CausalLMDrafter(new_target(name, vocab_size=VOCAB + len(pairs)))

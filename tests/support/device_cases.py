@@ -106,7 +106,7 @@ def rounds(target, drafter, ids, **settings) -> list[tuple[int, int]]:
     row of the batch ends is left out: the rest of the batch gets a new policy, which compares the target's weights.
     """
     seen = []
-    settings = {"do_sample": False, "assistant_model": drafter, "max_new_tokens": 32, **settings}
+    settings = {"do_sample": False, "assistant_model": drafter, "max_new_tokens": 20, **settings}
     with simulated_device.device() as counts, counts.leave_out(target) if drafter else contextlib.nullcontext():
         # The first call of a kind probes the target.
         target.generate(simulated_device.on_device(ids), **{**settings, "max_new_tokens": 1})

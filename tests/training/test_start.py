@@ -3,6 +3,7 @@
 
 import pytest
 import torch
+from quick import one_in
 from tiny_models import new_target
 from training_runs import token_file
 
@@ -71,8 +72,7 @@ def check_least_squares(drafter, target, ahead, layer):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("block_size", [1, 2])
-@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3", "gemma3"])
+@pytest.mark.parametrize("kind, block_size", one_in(2, ["llama", "mistral", "qwen2", "qwen3", "gemma3"], [1, 2]))
 def test_layers_are_copied_and_the_fusion_estimates_what_they_read(kind, block_size):
     target = new_target(kind, **LAYERS.get(kind, {"num_hidden_layers": 4}))
     vary_norms_and_biases(target)

@@ -205,7 +205,7 @@ def die_at(monkeypatch, event):
     return events
 
 
-@pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [10, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_that_dies_while_it_saves(target, unbroken, tmp_path, monkeypatch, stride):
     complete = sorted(os.listdir(unbroken[0] / "checkpoint-10"))
     deaths, last = 0, 0
