@@ -3,6 +3,7 @@
 
 import copy
 import gc
+import itertools
 import shutil
 import threading
 import weakref
@@ -24,6 +25,8 @@ from hf_falcon.cpu.packing import is_packed
 SIZES = (1, 4, 8)
 # Targets whose layers are of two kinds, which do not share code.
 OF_TWO_KINDS = ("gemma4", "cohere2", "modernbert")
+# Of the quick run, with whether the decoder is compiled as a whole: both ways, and layers of one kind and of two.
+QUICK = (("llama", False), ("cohere2", True), ("modernbert", False))
 
 
 @pytest.fixture
@@ -45,7 +48,13 @@ def target():
 
 
 @pytest.mark.parametrize("do_sample", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["greedy", "sampling"])
-@pytest.mark.parametrize("name, whole", one_in(19, TARGETS, [False, True]))
+@pytest.mark.parametrize(
+    "name, whole",
+    [
+        pytest.param(*case, marks=[] if case in QUICK else [pytest.mark.slow])
+        for case in itertools.product(TARGETS, [False, True])
+    ],
+)
 def test_text_equals_plain(name, whole, do_sample, backend, monkeypatch):
     if whole:
         monkeypatch.setattr(compiled_rounds, "_pays_as_a_whole", lambda *arguments: True)

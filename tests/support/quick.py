@@ -16,7 +16,7 @@ def quick(chosen: Collection[Any], values: Iterable[Any]) -> list[Any]:
 def one_in(share: int, *columns: Iterable[Any]) -> list[Any]:
     """
     All combinations of the columns' values. The quick run takes one in `share` of them, by the sum of their places:
-    every value of each column, with other values of the others each time.
+    every value of each column, with other values of the others each time, unless `share` is greater than their number.
 
     Args:
         share (`int`): how many times fewer the quick run takes.

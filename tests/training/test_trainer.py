@@ -229,7 +229,7 @@ def test_a_run_that_dies_while_it_saves(target, unbroken, tmp_path, monkeypatch,
             assert sorted(os.listdir(folder)) == complete
             assert json.loads((folder / "trainer_state.json").read_text())["global_step"] == step
             FalconDraftModel.from_pretrained(folder)
-    assert deaths > 10 // stride and sorted(os.listdir(tmp_path)) == ["checkpoint-10", "checkpoint-9"]
+    assert deaths > 5 and sorted(os.listdir(tmp_path)) == ["checkpoint-10", "checkpoint-9"]
     assert logged(run) == logged(unbroken[1])
     for name, tensor in unbroken[1]._drafter.state_dict().items():
         torch.testing.assert_close(run._drafter.state_dict()[name], tensor, rtol=0, atol=1e-6, msg=name)
