@@ -12,7 +12,7 @@ from torch import nn
 from transformers import CompileConfig
 
 import hf_falcon
-from hf_falcon.cpu import compiled_passes, huge_pages, lent_weights, packing
+from hf_falcon.cpu import backend, compiled_passes, huge_pages, lent_weights, packing
 from hf_falcon.cpu.backend import CpuDrafter
 from hf_falcon.cpu.compiled_passes import CompiledPasses
 from hf_falcon.cpu.compiled_rounds import CompiledRounds
@@ -140,7 +140,9 @@ def test_weights_that_stay_where_they_are(case, settings, moved, monkeypatch):
     assert model.weight.data_ptr() == address and not moved
 
 
-def test_the_second_call_moves_the_drafter(settings, moved):
+def test_a_drafter_that_has_drafted_often_is_moved(settings, moved, monkeypatch):
+    # The first call drafts more often.
+    monkeypatch.setattr(backend, "_RUNS_BEFORE_MOVE", 2)
     target = tiny_target("llama")
     drafter, tokens = copy.deepcopy(tiny_drafter(target)), prompt(10)
     options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 12, "do_sample": False}
@@ -153,10 +155,20 @@ def test_the_second_call_moves_the_drafter(settings, moved):
     assert moved == [(weight.data_ptr(), weight.nbytes) for weight in matrices]
 
 
-def test_a_drafter_that_drafts_in_another_call_is_not_moved(settings, moved):
+def test_a_drafter_that_has_drafted_little_stays(settings, moved):
+    target = tiny_target("llama")
+    drafter, tokens = copy.deepcopy(tiny_drafter(target)), prompt(10)
+    options = {"attention_mask": torch.ones_like(tokens), "max_new_tokens": 12, "do_sample": False}
+    for _ in range(3):
+        target.generate(tokens, assistant_model=drafter, **options)
+    assert not moved
+
+
+def test_a_drafter_that_drafts_in_another_call_is_not_moved(settings, moved, monkeypatch):
     target = tiny_target("llama")
     drafter = copy.deepcopy(tiny_drafter(target))
     first = CpuDrafter(drafter, target)
+    monkeypatch.setattr(backend, "_RUNS_BEFORE_MOVE", 0)
     second = CpuDrafter(drafter, target)
     assert not moved
     del first, second
