@@ -112,6 +112,26 @@ def test_a_likely_lookup_needs_no_pass():
     assert continues(policy.decide(), branches) and not continues(policy.decide(likely=0.98), branches)
 
 
+@pytest.mark.parametrize(
+    "node_cost, pass_cost, fewest",
+    [(0.0, 0.0, 3), (0.05, 0.1, 4), (0.42, 0.1, 30), (2.0, 0.1, 32)],
+    ids=["free", "float32", "a row costs as much as half a step", "nothing gains"],
+)
+def test_the_prompt_is_read_for_as_many_tokens_as_pay_for_it(node_cost, pass_cost, fewest):
+    policy = adaptive(AcceptanceStats(), node_cost=node_cost, pass_cost=pass_cost)
+    assert [tokens for tokens in range(100) if policy.begins(tokens)] == list(range(fewest, 100))
+    # The options alone decide.
+    assert DraftPolicy(DraftOptions(), AcceptanceStats()).begins(1)
+
+
+def test_a_drafter_that_gains_more_than_expected_reads_the_prompt_for_fewer_tokens():
+    stats = AcceptanceStats()
+    stats.rate, policy = 1.5, adaptive(stats, node_cost=0.42)
+    assert not policy.begins(16)
+    stats.drafted_rounds = 20
+    assert policy.begins(16) and not policy.begins(6)
+
+
 @pytest.mark.parametrize("threshold, expected", [(0.0, True), (0.4, True), (0.6, False)])
 def test_a_constant_policy_asks_the_likeliest_path(threshold, expected):
     options = DraftOptions(assistant_confidence_threshold=threshold)
@@ -340,3 +360,26 @@ def test_plain_decoding_where_drafting_never_pays(monkeypatch):
     assert output.sequences.tolist() == expected.tolist()
     assert 1 < len(commits) < 25 and max(commits[1:]) > 10
     assert sum(commits) <= expected.shape[1] - 1
+
+
+@pytest.mark.parametrize("tokens, reads", [(16, False), (60, True)])
+def test_a_short_answer_is_written_without_the_drafter_where_its_pass_over_the_prompt_does_not_pay(
+    tokens, reads, monkeypatch
+):
+    target, ids = tiny_target("llama"), prompt(9)
+
+    class Steep(FreeDrafting):
+        commit = draft_pass = 0.1
+
+        def target(self, max_nodes):
+            return [1.0 + 0.42 * nodes for nodes in range(max_nodes + 1)]
+
+    monkeypatch.setattr("hf_falcon.core.costs.Costs", Steep)
+    expected = target.generate(ids, max_new_tokens=tokens, do_sample=False)
+    use_oracle(monkeypatch, expected)
+    drafter = tiny_drafter(target, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=6)
+    acceptance_stats_of(drafter, target).costs.clear()
+    options = {"assistant_model": drafter, "max_new_tokens": tokens, "do_sample": False}
+    output = target.generate(ids, **options, return_dict_in_generate=True)
+    assert output.sequences.tolist() == expected.tolist()
+    assert (acceptance_stats_of(drafter, target).drafted_rounds > 0) is reads

@@ -312,6 +312,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._decision = decision = self.policy.decide(0.0 if self._found is None else self._found.probability)
         self._checks, self._passes, self._drafts = [], 0, False
         drafts = decision.draft and min(max_depth, self.options.num_draft_passes) > 0
+        drafts = drafts and (self._next_position is not None or self.policy.begins(max_depth))
         self._watch = Stopwatch(self._device)
         self._rows, self._new_rows = rows, 0
         waiting = sum(each.shape[1] for each in self._uncommitted)
@@ -509,8 +510,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         Returns:
             The blocks that the next pass continues, or `None` where there is to be no next pass.
         """
-        # Of each offset in the block: the candidates; the logits, if bonuses make the candidates depend on the branch;
-        # or the states, if the logits depend on it.
+        # Of each offset in the block: candidates; logits, if candidates depend on the branch; or states, if logits do.
         conditional = self.session.is_conditional
         by_branch = conditional or self.context.has_bonuses
         found = (states,) if conditional else (self.context.logits(states),)

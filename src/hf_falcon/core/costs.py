@@ -129,8 +129,7 @@ class Costs:
         # What forwards of about some number of tokens cost, as a multiple of the prior.
         self._forwards: dict[int, _Cost] = {}
         self._commit, self._pass = _Cost(_UNMEASURED_PASS), _Cost(_UNMEASURED_PASS)
-        # Seconds of the latest plain steps; plain steps that are due, the rounds until the next is, and the latter at
-        # first.
+        # Seconds of the latest plain steps; plain steps that are due; rounds until the next is, now and at first.
         self._plain: deque[float] = deque(maxlen=3)
         self._due, self._left, self._interval = 1, _SHORTEST_INTERVAL, _SHORTEST_INTERVAL
         # Forwards over trees so far.

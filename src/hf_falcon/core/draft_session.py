@@ -354,8 +354,7 @@ class BlockSession:
             next_embeds = torch.cat((prompt_embeds[:, -missing:].to(next_embeds), next_embeds), dim=1)
         fused, self._lstm_state = self._drafter.fuse(features, next_embeds, self._lstm_state)
         rows = fused if self._tail is None else torch.cat((self._tail, fused), dim=1)
-        # The last known position must end a block. Whole blocks are cut from the right; the first may be short only
-        # where the context begins.
+        # The last known position must end a block. Only the first block of the context may be short.
         needed = min(math.ceil(new / size) * size, rows.shape[1])
         if needed < rows.shape[1]:
             rows = rows[:, -needed:]

@@ -179,8 +179,7 @@ def _settings_in(config: GenerationConfig | None) -> dict[str, Any]:
     """The fields that a configuration sets. transformers leaves fields at `None` until a call needs their defaults."""
     found = {name: value for name, value in vars(config).items() if value is not None} if config is not None else {}
     defaults = default_generation_params()
-    # In transformers 5.17 a pipeline fills in all defaults before it calls `generate`. A field of such a configuration
-    # counts as set if it differs from its default.
+    # In transformers 5.17 a pipeline fills in all defaults before it calls `generate`: what differs from them is set.
     if defaults and all(name in found for name, value in defaults.items() if value is not None):
         found = {name: value for name, value in found.items() if name not in defaults or value != defaults[name]}
     return found
@@ -221,8 +220,7 @@ def _wrap_validate_generation_mode(stock: Callable[..., Any]) -> Callable[..., A
     def validate(self: Any, mode: GenerationMode, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
         if mode == GenerationMode.ASSISTED_GENERATION and is_drafter(kwargs.get("assistant_model")):
             mode = GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
-            # The drafter's own check of its target has the better error. transformers still refuses an
-            # `assistant_tokenizer` that no drafter would read.
+            # The drafter's own check of its target has the better error. An unread `assistant_tokenizer` is refused.
             if "assistant_tokenizer" not in kwargs or getattr(kwargs["assistant_model"], "reads_tokenizers", False):
                 kwargs = {name: value for name, value in kwargs.items() if name != "assistant_model"}
         with _refusing(kwargs.get("assistant_model")):

@@ -334,8 +334,7 @@ def drafter_files() -> DrafterFiles:
     return _files
 
 
-# Decodes the rows of a call: the target's run, the `Batch`, and whether rows that have ended leave the cache. Returns
-# a `StatisticsRecorder`.
+# Decodes a call's rows: its run, its `Batch`, whether ended rows leave the cache. Returns a `StatisticsRecorder`.
 RowsDecoder = Callable[[Any, Any, bool], Any]
 _parts: dict[str, Any] = {}
 

@@ -212,8 +212,7 @@ class FalconFusion(nn.Module):
 
     def __init__(self, config: FalconDraftConfig):
         super().__init__()
-        # The scale of embeddings differs between targets by orders of magnitude. The model's buffers normalise
-        # features.
+        # Targets' embeddings differ in scale by orders of magnitude. The model's buffers normalise features.
         self.embedding_norm = FalconRMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.lstm: nn.LSTM | None = None
         if config.num_lstm_layers == 0:

@@ -31,9 +31,11 @@ _PRIOR, _DECAY, _LEAST = 8.0, 0.995, 1e-3
 _PRIOR_OF_TREES, _PRIOR_OF_CALIBRATED, _DECAY_OF_TREES = 1.0, 4.0, 0.95
 # Weight of a new round in a running mean.
 _NEW, _NEW_RATE = 0.15, 0.05
-# Tokens that drafting may lose before it pauses, and the tokens that a plain step adds to them. So drafting is probed
-# now and then, and the dearer a probe is, the rarer.
+# Tokens that drafting may lose before it pauses, and that a plain step adds to them: a dearer probe is rarer.
 _CREDIT, _PROBE_SHARE = 0.3, 0.01
+# What reading a prompt is taken to cost, in plain steps; the share of an unknown drafter's tokens that is taken to be
+# right; and the tokens that drafting begins for in any case.
+_PROMPT_COST, _TYPICAL_SHARE, _ENOUGH_TOKENS = 2.0, 0.7, 32.0
 # Drafted rounds in a row without a second pass: the gain and the cost of a pass are observed only where one runs.
 _LONGEST_SINGLE = 8
 # From this probability on, a looked-up token decides a round's outcome more than drafting does.
@@ -98,7 +100,6 @@ class AcceptanceStats:
         self.single_passes = 0
         self.costs: dict[CostKey, Costs] = {}
         # Whether the target's weights were compared with those that the drafter was trained for: the first call does.
-        # Weights that are changed later give no warning, and exact outputs as ever.
         self.is_compared = False
         self._others: dict[tuple[int, bool, tuple[int, ...]], AcceptanceStats] = {}
 
@@ -307,6 +308,10 @@ class DraftPolicy:
         self._stats = stats
         self._ahead = ahead
 
+    def begins(self, max_depth: int) -> bool:
+        """Whether the drafter reads the prompt, to draft for `max_depth` more tokens at most."""
+        return True
+
     def decide(self, likely: float = 0.0) -> DraftDecision:
         """
         Decides what the next round drafts and verifies.
@@ -359,6 +364,14 @@ class AdaptivePolicy(DraftPolicy):
         self._most_nodes = options.num_assistant_tokens + most_deferred
         self._version = -1
         self._read_costs()
+
+    def begins(self, max_depth: int) -> bool:
+        """See [`DraftPolicy.begins`]; not if drafting would gain less than reading the prompt costs."""
+        # The tokens of a round with 0, 1, 2, ... nodes, in a chain.
+        tokens = (1.0 - _TYPICAL_SHARE ** torch.arange(1, self._most_nodes + 2, device="cpu")) / (1.0 - _TYPICAL_SHARE)
+        rates = tokens / (self._target_times + self._costs.commit + self._costs.draft_pass)
+        rate = max(float(rates.max()), self._stats.rate if self._stats.drafted_rounds > 0 else 1.0)
+        return max_depth >= _ENOUGH_TOKENS or max_depth * (1.0 - 1.0 / rate) > _PROMPT_COST
 
     def _read_costs(self) -> None:
         """Takes the target's time for 0, 1, 2, ... draft nodes or deferred tokens, in plain steps."""

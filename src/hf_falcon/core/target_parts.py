@@ -188,8 +188,7 @@ def first_step(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[
     kwargs = extend_model_kwargs(model, model_kwargs, new_tokens=1)
     token_ids = F.pad(input_ids, (0, 1))
     step: dict[str, Any] = model.prepare_inputs_for_generation(token_ids, next_sequence_length=1, **kwargs)
-    # The loss that balances experts, which fine-tunes ask for in their configurations, reads a mask of padding, and a
-    # tree's mask is none. No token depends on it.
+    # The loss that balances experts reads a mask of padding, which a tree's mask is not. No token depends on the loss.
     config = model.config.get_text_config(decoder=True)
     if getattr(config, _ROUTER, False) and _ROUTER in inspect.signature(model.forward).parameters:
         step[_ROUTER] = False

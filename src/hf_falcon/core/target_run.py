@@ -74,8 +74,7 @@ class TargetRun:
     """
 
     takes_trees = True
-    # Accepted tokens that are not in the cache yet, and their largest number: a run of chains may have some. It then
-    # reads the costs.
+    # Accepted tokens that are not in the cache yet, and their largest number: some runs of chains have and price them.
     deferred = most_deferred = 0
     costs: Any = None
     # What sees the rounds of the call; see the part "learning".

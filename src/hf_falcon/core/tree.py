@@ -152,14 +152,12 @@ class DynamicRound:
 
     def __init__(self, tree: DynamicTree, max_depth: int):
         self._tree, self._max_depth = tree, max_depth
-        # Of each level, flat: the candidates' log-probabilities and tokens, and the candidates that the next level
-        # continues.
+        # Of each level, flat: log-probabilities and tokens of the candidates, and those that the next level continues.
         self._scores: list[Tensor] = []
         self._tokens: list[Tensor] = []
         self._continued: list[Tensor] = []
         self._row_scores: Tensor | None = None
-        # Of all levels, on the host: log-probabilities and tokens of the candidates, and the candidate before each, or
-        # -1 for the root. `None` before the candidates are there.
+        # Of all candidates, on the host once they are there: log-probabilities, tokens, and parents; -1 is the root.
         self._collected: tuple[Tensor, Tensor, Tensor] | None = None
         # Depth of the deepest node that was added by `add_nodes`.
         self._added_depth = 0
