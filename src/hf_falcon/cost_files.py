@@ -46,6 +46,9 @@ def prior(target: PreTrainedModel, cost_key: CostKey) -> dict[int, float] | None
 
 def load(target: PreTrainedModel, cost_key: CostKey) -> dict[int, float] | None:
     """The times that are kept for a target, or `None`: also if the file holds anything that `save` does not write."""
+    # The file's name depends on the weights.
+    if not _folder().is_dir():
+        return None
     try:
         kept = read_json(_file(target, cost_key)[0], max_bytes=_LARGEST_FILE, max_depth=2)
         seconds = {int(size): float(value) for size, value in kept["seconds"].items()}
@@ -85,4 +88,8 @@ def _file(target: PreTrainedModel, cost_key: CostKey) -> tuple[Path, dict[str, A
         "transformers": transformers_version,
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
-    return cache_folder() / "costs" / f"{digest}.json", key
+    return _folder() / f"{digest}.json", key
+
+
+def _folder() -> Path:
+    return cache_folder() / "costs"

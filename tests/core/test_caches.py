@@ -12,7 +12,7 @@ from tiny_models import new_drafter, new_target, prompt, random_tokens, tiny_dra
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_falcon.core import target_run
+from hf_falcon.core import caches, target_run
 from hf_falcon.core.caches import STATIC_SLOTS, RowSlots, SlotLayer, adopt_layers, give_back
 from hf_falcon.core.interfaces import TargetAcceleration
 
@@ -175,6 +175,26 @@ def test_memory_of_keys_and_values(rows, monkeypatch):
     assert 0.9 < max(found) - before < 1.1 + 2 / 16 and len(found) > 17
     kept = {each.untyped_storage().data_ptr(): each for layer in cache.layers for each in (layer.keys, layer.values)}
     assert sum(each.untyped_storage().nbytes() for each in kept.values()) < 1.1 * 16 * layer_bytes
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("name", ["llama", "qwen2-mixed"])
+def test_new_memory_is_written_before_it_is_read(name, rows, monkeypatch):
+    target, ids = tiny_target(name), random_tokens(rows, 7)
+    settings = {"max_new_tokens": 50, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    expected = target.generate(ids, **settings)
+    new_empty, filled = torch.Tensor.new_empty, []
+
+    def of_nan(self, *size, **kwargs):
+        memory = new_empty(self, *size, **kwargs)
+        filled.append(memory.shape)
+        return memory.fill_(torch.nan) if memory.is_floating_point() else memory
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", of_nan)
+    # So that buffers grow in many rounds.
+    monkeypatch.setattr(caches, "_SPARE", 3)
+    output = target.generate(ids, assistant_model=tiny_drafter(target), **settings)
+    assert output.tolist() == expected.tolist() and len(filled) > 10
 
 
 @pytest.mark.parametrize("new_tokens", [24, 1_000_000])

@@ -71,8 +71,9 @@ class SlotBuffer:
             used = old.shape[3]
             self.blocks[place] = new = old.new_empty(*old.shape[:3], size, old.shape[4])
             new[..., :used, :] = old
-            # A slot that no row sees may not hold NaN.
-            new[..., used:, :] = 0
+            # A slot that no row sees may not hold NaN. What a single row reads was written.
+            if self.is_static or old.shape[1] > 1:
+                new[..., used:, :] = 0
         self._split()
 
     def seen(self, end: int) -> tuple[Tensor, Tensor]:

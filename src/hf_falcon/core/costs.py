@@ -22,8 +22,7 @@ from transformers import PreTrainedModel
 from .hook import attention_implementation
 from .interfaces import part
 
-# Timings that a cost is estimated from, timings that the prior counts for, and rounds after which a timing is
-# forgotten: the machine may be busier than it was, or less busy.
+# Timings that a cost is estimated from, and that the prior counts for; rounds that a timing is kept: the load changes.
 _RECENT, _PRIOR, _ROUNDS_KEPT = 5, 1.0, 256
 # The factor between the costs that decisions are made with. They stand still while the estimate stays near: in
 # bfloat16 the size of a tree decides how its logits are rounded, so costs that change with every timing would flip

@@ -227,10 +227,10 @@ def quantised_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def is_quantised(layer: nn.Module) -> bool:
     """Whether a layer is linear, and its weight is not an ordinary matrix of numbers of 16 bits or more."""
-    weight = getattr(layer, "weight", None)
     # Other modules than linear layers may have the one or the other.
     if not all(isinstance(getattr(layer, name, None), int) for name in ("in_features", "out_features")):
         return False
+    weight = getattr(layer, "weight", None)
     # Quantised weights are integers, subclasses of tensors, or tensors under other names. torch's own subclasses are
     # of layers that are spread over devices.
     is_own = hasattr(weight, "__tensor_flatten__") and not type(weight).__module__.startswith("torch.")

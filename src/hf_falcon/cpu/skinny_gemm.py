@@ -162,13 +162,14 @@ def linears_of(model: nn.Module) -> SkinnyLinears:
     if not skinny_gemm_pays():
         return found
     # A layer that the user compiled by itself keeps its classes: its code would be compiled anew, or not at all.
-    compiled = {inner for module in model.modules() if is_compiled(module) for inner in module.modules()}
-    for module in model.modules():
+    modules = list(model.modules())
+    compiled = {inner for module in modules if is_compiled(module) for inner in module.modules()}
+    for module in modules:
         if module in compiled:
             continue
         if _is_suited(module):
             found.setdefault(module, SkinnyLinear)
-        children = [getattr(module, name, None) for name in _INNER]
+        children = [module._modules.get(name) for name in _INNER]
         inner = [child for child in children if _is_suited(child) and child not in compiled]
         if len(inner) == len(_INNER):
             found.update(dict.fromkeys(inner, InnerLinear))
