@@ -35,7 +35,7 @@ _NEW, _NEW_RATE = 0.15, 0.05
 _CREDIT, _PROBE_SHARE = 0.3, 0.01
 # What reading a prompt is taken to cost, in plain steps; the share of an unknown drafter's tokens that is taken to be
 # right; and the tokens that drafting begins for in any case.
-_PROMPT_COST, _TYPICAL_SHARE, _ENOUGH_TOKENS = 2.0, 0.7, 32.0
+_PROMPT_COST, _TYPICAL_SHARE, _ENOUGH_TOKENS = 2.0, 0.65, 64
 # Drafted rounds in a row without a second pass: the gain and the cost of a pass are observed only where one runs.
 _LONGEST_SINGLE = 8
 # From this probability on, a looked-up token decides a round's outcome more than drafting does.
