@@ -46,10 +46,10 @@ def prior(target: PreTrainedModel, cost_key: CostKey) -> dict[int, float] | None
 
 def load(target: PreTrainedModel, cost_key: CostKey) -> dict[int, float] | None:
     """The times that are kept for a target, or `None`: also if the file holds anything that `save` does not write."""
-    # The file's name depends on the weights.
-    if not _folder().is_dir():
-        return None
     try:
+        # The name of a file is a digest of the weights, too, which takes some milliseconds of a first call.
+        if not _folder().is_dir():
+            return None
         kept = read_json(_file(target, cost_key)[0], max_bytes=_LARGEST_FILE, max_depth=2)
         seconds = {int(size): float(value) for size, value in kept["seconds"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

@@ -74,7 +74,7 @@ class TargetRun:
     """
 
     takes_trees = True
-    # Accepted tokens that are not in the cache yet, and their largest number: some runs of chains have and price them.
+    # Accepted tokens that are not in the cache yet, and their largest number; chains may have some, and read costs.
     deferred = most_deferred = 0
     costs: Any = None
     # What sees the rounds of the call; see the part "learning".
