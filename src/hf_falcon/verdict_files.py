@@ -16,7 +16,7 @@ from transformers.utils import logging
 from . import __version__
 from .core.hook import attention_implementation
 from .core.interfaces import register_part
-from .core.target_parts import decoder_of, is_quantised, structure_of
+from .core.target_parts import decoder_of, quantised_layers, structure_of
 from .cost_files import cache_folder, write_json
 
 logger = logging.get_logger(__name__)
@@ -76,7 +76,7 @@ def _is_stock(model: PreTrainedModel) -> bool:
     decoder, kind = decoder_of(model), type(model)
     if not (kind.__module__.startswith("transformers.models.") and type(decoder).__module__ == kind.__module__):
         return False
-    if model.training or torch.is_autocast_enabled(model.device.type):
+    if model.training or torch.is_autocast_enabled(model.device.type) or model.num_parameters() < _FEWEST_WEIGHTS:
         return False
     # A method that was replaced on the object, on its class by another library, or by an adapter.
     for owner, name in ((model, "forward"), (decoder, "forward"), (model, "prepare_inputs_for_generation")):
@@ -84,12 +84,8 @@ def _is_stock(model: PreTrainedModel) -> bool:
         own = getattr(type(owner), name)
         if name in vars(owner) or function is not own or not own.__module__.startswith("transformers."):
             return False
-    # In one walk: models have hundreds of modules, and a first call waits.
-    modules = list(model.modules())
-    if any(module._forward_hooks or module._forward_pre_hooks or is_quantised(module) for module in modules):
-        return False
-    weights = (weight.numel() for module in modules for weight in module._parameters.values() if weight is not None)
-    return sum(weights) >= _FEWEST_WEIGHTS and not getattr(model, "_hf_peft_config_loaded", False)
+    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+    return not has_hooks and not any(quantised_layers(model)) and not getattr(model, "_hf_peft_config_loaded", False)
 
 
 def _digest_of_source(kind: type) -> str:

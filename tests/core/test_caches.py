@@ -14,6 +14,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_falcon.core import caches, target_run
 from hf_falcon.core.caches import STATIC_SLOTS, RowSlots, SlotLayer, adopt_layers, give_back
+from hf_falcon.core.candidate_generator import ContextHead
 from hf_falcon.core.interfaces import TargetAcceleration
 
 WINDOW = 9
@@ -190,11 +191,20 @@ def test_new_memory_is_written_before_it_is_read(name, rows, monkeypatch):
         filled.append(memory.shape)
         return memory.fill_(torch.nan) if memory.is_floating_point() else memory
 
+    scored, logits = [], ContextHead.logits
+
+    def of_numbers(self, states):
+        scored.append(bool(states.isfinite().all()))
+        return logits(self, states)
+
     monkeypatch.setattr(torch.Tensor, "new_empty", of_nan)
+    # What the drafter reads shows in its states: the text is the target's.
+    monkeypatch.setattr(ContextHead, "logits", of_numbers)
     # So that buffers grow in many rounds.
     monkeypatch.setattr(caches, "_SPARE", 3)
     output = target.generate(ids, assistant_model=tiny_drafter(target), **settings)
-    assert output.tolist() == expected.tolist() and len(filled) > 10
+    assert output.tolist() == expected.tolist()
+    assert len(filled) > 10 and len(scored) > 10 and all(scored)
 
 
 @pytest.mark.parametrize("new_tokens", [24, 1_000_000])

@@ -424,7 +424,7 @@ class Writer:
 @pytest.mark.parametrize("kind", ["plain", "beside tensors", "torch.save", "old torch.save"])
 def test_no_code_of_a_pickle_is_run(copied, tmp_path, kind):
     folder, mark = copied("binary"), tmp_path / "mark"
-    tensors = torch.load(folder / "pytorch_model.bin")
+    tensors = torch.load(folder / "pytorch_model.bin", weights_only=True)
     file = folder / "pytorch_model.bin"
     if kind == "plain":
         file.write_bytes(pickle.dumps(Writer(mark)))
@@ -460,7 +460,7 @@ def test_other_objects_in_a_pickle(copied, content):
 def test_tensors_that_are_larger_than_the_pickle(copied):
     folder = copied("binary")
     file = folder / "pytorch_model.bin"
-    weights = torch.load(file)
+    weights = torch.load(file, weights_only=True)
     for endless in (
         # One value, 2^40 times.
         torch.zeros(1).expand(2**20, 2**20),

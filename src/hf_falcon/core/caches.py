@@ -38,7 +38,7 @@ class SlotBuffer:
 
     def __init__(self, is_static: bool = False):
         self.is_static = is_static
-        # `(1 or 2, rows, heads, slots, head_dim)`: keys and values together, or each where their shapes differ.
+        # `(1 or 2, rows, heads, slots, head_dim)`: keys and values together, or apart where their shapes differ.
         self.blocks: list[Tensor] = []
         # The buffers of keys and of values, with all slots.
         self.parts: tuple[Tensor, ...] = ()

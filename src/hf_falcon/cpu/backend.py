@@ -25,8 +25,8 @@ from .skinny_gemm import SkinnyLinears, linears_of, skinny_gemm
 
 # The layers of each target that run faster in rounds, as long as its structure stays.
 _linears: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Hashable, SkinnyLinears]] = weakref.WeakKeyDictionary()
-# Runs of a drafter's layers after which its weights move to huge pages: the move takes as long as this many runs gain.
-# It took 0.1 to 0.2 s, and a run gained 0.1 to 0.5 ms.
+# Runs of a drafter's layers or head after which its weights move to huge pages: the move took 0.1 to 0.2 s, and a run
+# gained 0.1 to 0.5 ms by it.
 _RUNS_BEFORE_MOVE = 512
 
 
@@ -79,7 +79,7 @@ class CpuTarget(TargetAcceleration):
 
 
 class _Use:
-    """What calls have done with a drafter: those that run, and the runs of its layers so far."""
+    """What calls have done with a drafter: those that run now, and the runs of its layers or head so far."""
 
     def __init__(self) -> None:
         self.running: weakref.WeakSet[CpuDrafter] = weakref.WeakSet()
