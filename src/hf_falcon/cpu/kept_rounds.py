@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
 Compiled rounds that `hf-falcon tune --compile` built, or a process in the background: the first call with a drafter
-loads them, and says so once. What
-only `compile_rounds` kept waits for the next `compile_rounds`: a script does not change how others round.
+loads them, and says so once. What only `compile_rounds` kept waits for the next `compile_rounds`: a script does not
+change how others round.
 """
 
 from __future__ import annotations
