@@ -104,14 +104,8 @@ class ChainRun:
         self.length = input_ids.shape[1]
         if embeds is not None:
             self.length = embeds.shape[1] + (cached_tokens(past) if isinstance(past, Cache) else 0)
-        with self._tap as tap:
-            outputs = self._outputs = prefill(
-                self.model,
-                input_ids,
-                self._generation_config,
-                self._model_kwargs,
-                is_first_iteration=not self._generation_config.is_assistant,
-            )
+        with self._tap as tap, self.acceleration.reading():
+            outputs = self._outputs = prefill(self.model, input_ids, self._generation_config, self._model_kwargs)
         # Not every model returns the cache that it was given.
         self._cache_name = next((name for name in CACHE_NAMES if name in outputs), self._cache_name)
         cache = outputs.get(self._cache_name, self._model_kwargs.get(self._cache_name))

@@ -102,11 +102,13 @@ def swapped(monkeypatch) -> None:
 
 @pytest.fixture
 def widened(monkeypatch) -> None:
-    """In 16 bits, as with AVX2; pieces of a weight are of 32 outputs or fewer."""
+    """In 16 bits, as with AVX2. Pieces of a weight are of 32 outputs or fewer; many rows are few here."""
     monkeypatch.setattr(module, "WIDENS", True)
     monkeypatch.setattr(module, "_PIECE", 40 * 47)
+    monkeypatch.setattr(module, "_ROWS_OF_A_WHOLE", 25)
+    monkeypatch.setattr(module, "_MOST_ROWS", 30)
     for dtype in (torch.bfloat16, torch.float16):
-        monkeypatch.setitem(module._ROWS, dtype, range(6, 25))
+        monkeypatch.setitem(module._ROWS, dtype, range(6, 101))
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
@@ -144,21 +146,57 @@ def test_text_in_bfloat16(way, name, request, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
 @torch.no_grad()
-def test_16_bits_are_widened(bias, dtype, widened):
+def test_16_bits_are_widened(bias, dtype, widened, blocks_used):
     layer = nn.Linear(40, 80, bias=bias).to(dtype)
     bias = None if layer.bias is None else layer.bias.float()
-    for rows in (5, 6, 24, 25):
-        states = torch.randn(1, rows, 40).to(dtype)
+    for texts, length in ((1, 5), (2, 3), (2, 12), (1, 25), (2, 35), (1, 101)):
+        states = torch.randn(texts, length, 40).to(dtype)
         ordinary = layer(states)
         with skinny_gemm(layer, linears_of(layer)):
             found = layer(states)
         assert found.dtype == dtype and found.is_contiguous()
-        if rows in (5, 25):
+        if length in (5, 101):
             assert torch.equal(found, ordinary)
         else:
             # One rounding, of a sum in float32, whose order may decide between two neighbours.
             exact = nn.functional.linear(states.float(), layer.weight.float(), bias)
             torch.testing.assert_close(found.float(), exact, rtol=torch.finfo(dtype).eps / 2 + 1e-6, atol=1e-6)
+    # The last 10 of 70 rows, too; 25 and 30 rows are multiplied as a whole.
+    assert {*blocks_used} == {6, 24, 10}
+
+
+@pytest.mark.parametrize("name, rows", [("llama", 1), ("llama", 2), ("bloom", 1)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_prompts_are_widened_in_16_bits_alone(dtype, name, rows, widened, blocks_used):
+    target = copy.deepcopy(tiny_target(name)).to(dtype)
+    # As many rows as products by blocks have in float32, too.
+    tokens = torch.cat([prompt(MOST // rows, seed) for seed in range(rows)])
+
+    def generate():
+        blocks_used.clear()
+        target.generate(
+            tokens, attention_mask=torch.ones_like(tokens), assistant_model="lookup", max_new_tokens=1, do_sample=False
+        )
+        return MOST in blocks_used
+
+    # The first call of a kind also runs a text of its own.
+    generate()
+    assert generate() == (dtype != torch.float32)
+    if dtype != torch.float32 and name == "llama":
+        with hf_falcon.row_invariant(target):
+            generate()
+            assert not generate()
+    assert kinds(target) == {nn.Linear}
+
+
+def test_no_prompt_is_widened_where_a_layer_is_in_float32(widened):
+    model = nn.ModuleList([nn.Linear(40, 48).bfloat16(), nn.Linear(48, 32)])
+    with module.widening(model, linears_of(model)):
+        assert kinds(model) == {nn.Linear}
+    model.bfloat16()
+    with module.widening(model, linears_of(model)):
+        assert kinds(model) == {SkinnyLinear}
+    assert kinds(model) == {nn.Linear}
 
 
 @torch.no_grad()

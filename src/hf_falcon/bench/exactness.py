@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
+from ..core.interfaces import target_acceleration
 from ..core.target_run import TargetRun
 from ..core.tree import DraftTree, ancestor_mask
 
@@ -112,7 +113,9 @@ def _single_tokens(target: PreTrainedModel, input_ids: Tensor, count: int) -> tu
     """The greedy tokens after a prompt, on the host; what their forwards record; and the logits after each."""
     arguments = _arguments(target, input_ids)
     mask = arguments.pop("attention_mask")
-    token = target(input_ids, attention_mask=mask, **arguments).logits[:, -1:].argmax(dim=-1)
+    # The prompt is read as before a tree: what differs is then the forward over several tokens.
+    with target_acceleration(target).reading():
+        token = target(input_ids, attention_mask=mask, **arguments).logits[:, -1:].argmax(dim=-1)
     tokens, logits = [], []
     with _recording(target) as recorded:
         for _ in range(count):

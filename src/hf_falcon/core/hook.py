@@ -264,14 +264,14 @@ def prefill(
     input_ids: Tensor,
     generation_config: GenerationConfig,
     model_kwargs: dict[str, Any],
-    **kwargs: Any,
 ) -> Any:
     """
     Runs the prompt exactly as plain decoding does: in chunks if the call asks for them, and from a cache that holds
     some of it already. All arguments are as `generate` prepared them. Returns the output of the model's forward.
     Without `_prefill` no call can be drafted for, and an error says so.
     """
-    return private_name(model, "_prefill", "run the prompt")(input_ids, generation_config, model_kwargs, **kwargs)
+    run = private_name(model, "_prefill", "run the prompt")
+    return run(input_ids, generation_config, model_kwargs, is_first_iteration=not generation_config.is_assistant)
 
 
 class _NoOutput(dict[str, Any]):

@@ -199,6 +199,10 @@ class TargetAcceleration:
         """Nodes that a tree of `nodes` nodes is padded to before it is scored."""
         return nodes
 
+    def reading(self) -> AbstractContextManager[object]:
+        """Inside, the target reads the prompts."""
+        return nullcontext()
+
     def scoring(self, cache: Cache, masks: Iterable[Tensor]) -> AbstractContextManager[object]:
         """
         Inside, the target scores a tree.

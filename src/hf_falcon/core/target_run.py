@@ -130,14 +130,8 @@ class TargetRun:
         Returns:
             The logits after them, of shape `(rows, vocab_size)`, and each row's features.
         """
-        with self._tap as tap:
-            outputs = prefill(
-                self.model,
-                input_ids,
-                self._generation_config,
-                self._model_kwargs,
-                is_first_iteration=not self._generation_config.is_assistant,
-            )
+        with self._tap as tap, self.acceleration.reading():
+            outputs = prefill(self.model, input_ids, self._generation_config, self._model_kwargs)
         self._first_step = first_step(self.model, input_ids, self._model_kwargs)
         mask, cache = self._model_kwargs.get("attention_mask"), outputs.past_key_values
         if mask is not None and not bool(mask.all()):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property, partial
 
 from torch import Tensor, nn
@@ -21,7 +21,7 @@ from .huge_pages import keep_in_huge_pages
 from .kept_rounds import passes_for, rounds_for
 from .packing import is_packed
 from .row_invariant import is_row_invariant
-from .skinny_gemm import SkinnyLinears, linears_of, skinny_gemm
+from .skinny_gemm import SkinnyLinears, linears_of, skinny_gemm, widening
 
 # The layers of each target that run faster in rounds, as long as its structure stays.
 _linears: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Hashable, SkinnyLinears]] = weakref.WeakKeyDictionary()
@@ -62,6 +62,9 @@ class CpuTarget(TargetAcceleration):
     def padded_size(self, nodes: int) -> int:
         size = None if self.compiled is None else self.compiled.size_for(nodes)
         return nodes if size is None else size
+
+    def reading(self) -> AbstractContextManager[object]:
+        return widening(self._target, self._linears)
 
     @contextmanager
     def scoring(self, cache: Cache, masks: Iterable[Tensor]) -> Iterator[None]:
