@@ -76,7 +76,7 @@ def test_all_is_as_it_was_afterwards(linear):
         assert [*linears_of(linear)] == [linear]
         raise KeyError
     assert type(linear) is nn.Linear and not module._users
-    assert not module._here.in_a_round
+    assert not module._here.is_inside
 
 
 @torch.no_grad()

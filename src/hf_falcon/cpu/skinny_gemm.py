@@ -1,9 +1,9 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
 Products of a few rows (the nodes of a tree, or the rows of a draft pass) with weights as they are. For a product of
-several rows MKL, in float32, and oneDNN, in bfloat16, would first copy a whole weight; without instructions for 16
-bits oneDNN takes nearly as long for each row as for one. Packed weights are faster still, but need a call of
-`pack_weights`.
+several rows MKL, in float32, and oneDNN, in bfloat16, would first copy a whole weight. Without instructions for 16
+bits torch takes nearly as long for each row as for one, also in prompts. Packed weights are faster still, but need a
+call of `pack_weights`.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ _users: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
 
 class _Here(threading.local):
     """
-    Of this thread, as others may run the same target at the same time: whether it is in a round, and where it widens
-    weights.
+    Of this thread, as others may run the same target at the same time: whether it is inside [`skinny_gemm`], and where
+    it widens weights.
     """
 
-    in_a_round = False
+    is_inside = False
     piece: Tensor | None = None
 
 
@@ -64,7 +64,7 @@ _here = _Here()
 
 class SkinnyLinear(nn.Linear):
     """
-    The class of linear layers while trees are scored or drafted. For other threads it computes what an ordinary linear
+    The class of linear layers inside [`skinny_gemm`]. For other threads it computes what an ordinary linear
     layer computes, and its copies are ordinary layers.
     """
 
@@ -78,7 +78,7 @@ class SkinnyLinear(nn.Linear):
         if is_compiling:
             if self.lent is not None and self.lent.suits(input):
                 return self.lent.product(input, self.bias)
-        elif not _here.in_a_round:
+        elif not _here.is_inside:
             return F.linear(input, self.weight, self.bias)
         # As attributes they would be searched for, which adds up over the hundreds of products of a round.
         parameters, dtype = self._parameters, input.dtype
@@ -110,7 +110,7 @@ class InnerLinear(SkinnyLinear):
 
 
 _SUITED = nn.Linear, SkinnyLinear, InnerLinear
-# Linear layers, and their classes in rounds.
+# Linear layers, and their classes inside [`skinny_gemm`].
 SkinnyLinears = dict[nn.Linear, type[SkinnyLinear]]
 
 
@@ -201,13 +201,13 @@ def skinny_gemm(model: nn.Module, linears: SkinnyLinears, rows: int | None = Non
     if not linears or is_for_none or torch.is_autocast_enabled("cpu"):
         yield
         return
-    before = _here.in_a_round
+    before = _here.is_inside
     _enter(model, linears)
     try:
-        _here.in_a_round = True
+        _here.is_inside = True
         yield
     finally:
-        _here.in_a_round = before
+        _here.is_inside = before
         _leave(model, linears)
 
 
