@@ -64,8 +64,8 @@ _here = _Here()
 
 class SkinnyLinear(nn.Linear):
     """
-    The class of linear layers inside [`skinny_gemm`]. For other threads it computes what an ordinary linear
-    layer computes, and its copies are ordinary layers.
+    The class of linear layers inside [`skinny_gemm`]. For other threads it computes what an ordinary linear layer
+    computes, and its copies are ordinary layers.
     """
 
     # Set while compiled code runs.
