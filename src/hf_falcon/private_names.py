@@ -38,6 +38,20 @@ def allowed_tokens_function(processor: LogitsProcessor) -> Callable[[int, Tensor
     return private_name(processor, "_prefix_allowed_tokens_fn", "apply `prefix_allowed_tokens_fn` to a batch")
 
 
+def beams_of(processor: LogitsProcessor) -> int:
+    """
+    By how many rows of a prompt such a processor divides the number of a row; 1 if transformers keeps no such number.
+    """
+    return getattr(processor, "_num_beams", 1)
+
+
+def attention_function(name: str | None) -> Any:
+    """The attention function of a name, or `None`; transformers' own where this package has replaced it meanwhile."""
+    found = AttentionInterface().get(name)
+    is_ours = str(getattr(found, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
+    return sdpa_attention_forward if is_ours else found
+
+
 def leave_past_recording(layer: Any) -> None:
     """
     Undoes `Cache.activate_past_recording` for one layer, which transformers has no method for. If it stays on, the

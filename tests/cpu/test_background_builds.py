@@ -1,8 +1,10 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """Code that is built in the background: the builder stands still during calls, and ends with whoever started it."""
 
+import gc
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -338,3 +340,44 @@ def test_the_code_runs_once_it_is_built(models, packed, warnings):
     if packed:
         hf_falcon.pack_weights(other)
     assert not build_in_background(other, drafter) and compiled[other].is_kept
+
+
+def test_a_fork_leaves_the_build_to_its_parent(models, builder):
+    target, drafter = models
+    pid = builder()
+    build_in_background(target, drafter)
+    builder_pid = pid()
+    answer, question = os.pipe()
+    with background_builds._paused_builds(drafter, target):
+        until(lambda: status_of(builder_pid) == psutil.STATUS_STOPPED)
+        fork = os.fork()
+        if fork == 0:
+            try:
+                # The first call of this process, and its end.
+                is_first = background_builds._calls == 0
+                with background_builds._paused_builds(drafter, target):
+                    is_first = is_first and background_build(target) is None
+                os.write(question, b"yes" if is_first else b"no")
+                time.sleep(600)
+            finally:
+                os._exit(0)
+        try:
+            assert os.read(answer, 3) == b"yes"
+            assert status_of(builder_pid) == psutil.STATUS_STOPPED
+            # The fork does not keep it.
+            hf_falcon.detach(target)
+            until(lambda: has_ended(builder_pid))
+        finally:
+            os.kill(fork, signal.SIGKILL)
+            os.waitpid(fork, 0)
+            os.close(answer)
+            os.close(question)
+
+
+def test_a_build_ends_with_its_target(models, builder, tmp_path):
+    pid, target = builder(), type(models[0]).from_pretrained(tmp_path / "target").eval()
+    build_in_background(target)
+    builder_pid = pid()
+    del target
+    gc.collect()
+    until(lambda: has_ended(builder_pid))

@@ -7,19 +7,23 @@ import itertools
 import shutil
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from counting_compiler import Backend, compiled_by, drafter_of, generate, slow, wrong
 from quick import one_in
-from tiny_models import TARGETS, prompt, tiny_drafter, tiny_target
-from transformers import DynamicCache
+from tiny_models import TARGETS, new_target, prompt, tiny_drafter, tiny_target
+from torch import nn
+from transformers import CompileConfig, DynamicCache
 from transformers.utils import output_capturing
 
 import hf_falcon
 from hf_falcon.core.target_run import TargetRun
 from hf_falcon.cpu import compiled_rounds, compiling, packed_layouts
-from hf_falcon.cpu.compiled_rounds import compiled_rounds_of
+from hf_falcon.cpu.compiled_code import BuiltCode
+from hf_falcon.cpu.compiled_rounds import CompiledRounds, compiled, compiled_rounds_of
+from hf_falcon.cpu.kept_programs import Shelf
 from hf_falcon.cpu.packing import is_packed
 
 SIZES = (1, 4, 8)
@@ -398,3 +402,47 @@ def test_text_equals_plain_by_the_default_compiler(name, packed):
     with hf_falcon.compiled_rounds(target, (1, 8)):
         for length in (1, 9, 30):
             assert generate(target, prompt(length), drafter) == generate(target, prompt(length))
+
+
+def test_layers_that_have_changed_run_uncompiled_until_they_are_compiled():
+    """Programs know their layers' tensors, and not their attributes."""
+    target = new_target("llama")
+    rounds = CompiledRounds(target, CompileConfig(), Shelf({"config": []}))
+    assert rounds.are_exact and rounds.bind()
+    target.model.layers[0].self_attn.scaling *= 0.5
+    assert not rounds.bind()
+    target.model.layers[0].self_attn.scaling *= 2
+    assert rounds.bind()
+    target.model.layers[1].mlp.act_fn = nn.ReLU()
+    assert not rounds.bind()
+    target = new_target("llama", num_hidden_layers=3)
+    rounds = CompiledRounds(target, CompileConfig(), Shelf({"config": []}))
+    del target.model.layers[1]
+    assert not rounds.are_exact
+
+
+def test_another_attribute_is_compiled_for(backend):
+    target, tokens = new_target("llama"), prompt(9)
+    for _ in range(2):
+        hf_falcon.compile_rounds(target, (4,), compiled_by(backend))
+    before = backend.compiled
+    for layer in target.model.layers:
+        layer.self_attn.scaling *= 0.5
+    hf_falcon.compile_rounds(target, (4,), compiled_by(backend))
+    assert backend.compiled == 2 * before
+    assert generate(target, tokens, drafter_of(target)) == generate(target, tokens)
+
+
+def test_no_weight_stays_when_rounds_are_uncompiled(backend):
+    target = new_target("llama")
+    hf_falcon.compile_rounds(target, (4,), compiled_by(backend))
+    rounds = compiled[target]
+    linear = target.model.layers[0].mlp.up_proj
+    rounds._weights._weights = {linear: SimpleNamespace(dtype=torch.float32, is_of=lambda weight: True)}
+    with rounds._weights.lent():
+        assert "lent" in vars(linear)
+    code = BuiltCode(lambda *args: None, Shelf({"config": []}), "layer")
+    code._bound = {linear: (None, [linear.weight])}
+    rounds._compiled[4] = code
+    hf_falcon.uncompile_rounds(target)
+    assert not rounds._weights._weights and not rounds._weights._lent and not code._bound

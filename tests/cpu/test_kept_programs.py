@@ -1,12 +1,16 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """Compiled programs are used by later processes, and by nobody who finds them changed, or writable by others."""
 
+import concurrent.futures
 import copy
+import importlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,6 +18,7 @@ import torch
 from counting_compiler import drafter_of, generate
 from tiny_models import new_target, prompt
 from torch import nn
+from transformers import AttentionInterface
 
 import hf_falcon
 from hf_falcon.cpu import compiling, kept_programs, kept_rounds
@@ -236,16 +241,21 @@ print(json.dumps({"ran": len(ran), "text": text, "passes": any(r.passes for r in
 """
 
 
-def later(dtype):
+def run_script(script, *arguments, **environment):
     here = Path(__file__).parents[1]
     path = os.pathsep.join([str(here / "support"), str(here.parent / "src")])
-    done = subprocess.run(
-        [sys.executable, "-c", _LATER, dtype],
-        env={**os.environ, "PYTHONPATH": path},
+    return subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        env={**os.environ, "PYTHONPATH": path, **environment},
         capture_output=True,
         text=True,
         check=True,
+        timeout=1200,
     )
+
+
+def later(dtype):
+    done = run_script(_LATER, dtype)
     return json.loads(done.stdout.splitlines()[-1]), done.stderr
 
 
@@ -282,3 +292,81 @@ def test_a_later_process_runs_them(tmp_path, monkeypatch):
     assert not found["ran"] and found["text"] == expected and "is not used" in said
     hf_falcon.uncompile_rounds(other)
     assert kept_rounds.rounds_for(other) is None
+
+
+def test_threads_take_turns_in_a_program():
+    """Torch would wait for the thread that is inside, which may wait for this one."""
+    program, inside, most = object.__new__(Program), [], []
+
+    def run(tensors):
+        inside.append(1)
+        time.sleep(0.02)
+        most.append(len(inside))
+        inside.pop()
+        return [tensors]
+
+    program._run, program._has_tuple, program._lock = run, False, threading.Lock()
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(program, range(8))) == list(range(8))
+    assert most == [1] * 8
+
+
+_THREADS = """
+import threading
+import torch
+import hf_falcon
+from counting_compiler import drafter_of, generate
+from hf_falcon.cpu import compiling, packing
+from tiny_models import new_target, prompt
+compiling._takes_less = lambda *args: True
+# A product that calls Python.
+packing.layout_of = lambda *args: packing.OneDnnLayout(*args)
+target, tokens = new_target("llama"), prompt(9)
+drafter, expected = drafter_of(target, 3), generate(target, tokens)
+hf_falcon.pack_weights(target)
+assert hf_falcon.compile_rounds(target, (4,)) == [4]
+texts = []
+def run():
+    texts.extend(generate(target, tokens, drafter) for _ in range(20))
+threads = [threading.Thread(target=run, daemon=True) for _ in range(3)]
+[thread.start() for thread in threads]
+[thread.join(300) for thread in threads]
+assert texts == 60 * [expected], len(texts)
+"""
+
+
+@pytest.mark.slow
+@needs_owner
+@needs_compiler
+def test_threads_share_the_programs_of_a_packed_target(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
+    run_script(_THREADS)
+
+
+def test_code_that_was_replaced_is_other_code(monkeypatch):
+    target = new_target("llama")
+    module = importlib.import_module(type(target).__module__)
+    names = [shelf_of(target).name]
+    stock = module.LlamaMLP.forward
+    for owner, name, value in (
+        (module.LlamaMLP, "forward", lambda self, x: stock(self, x) * 0.5),
+        (module, "apply_rotary_pos_emb", lambda q, k, *args, **kwargs: (q, k)),
+        (module, "rotate_half", lambda x: -x),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, value)
+            names.append(shelf_of(target).name)
+    attention = AttentionInterface().get("sdpa")
+    AttentionInterface.register("sdpa", lambda *args, **kwargs: attention(*args, **kwargs))
+    try:
+        names.append(shelf_of(target).name)
+    finally:
+        AttentionInterface.register("sdpa", attention)
+    assert len(set(names)) == len(names) == 5 and shelf_of(target).name == names[0]
+
+
+def test_code_is_the_same_in_another_process():
+    script = "from hf_falcon.cpu.kept_programs import shelf_of; from tiny_models import new_target; "
+    script += "print(shelf_of(new_target('llama')).name)"
+    found = {run_script(script, PYTHONHASHSEED=str(seed)).stdout for seed in (1, 2)}
+    assert found == {f"{shelf_of(new_target('llama')).name}\n"}

@@ -17,6 +17,7 @@ import hf_falcon
 from hf_falcon.bench.exactness import exactness
 from hf_falcon.cpu import compiling, row_invariant
 from hf_falcon.cpu.backend import CpuBackend
+from hf_falcon.cpu.compact_weights import own_forward
 from hf_falcon.cpu.packed_layouts import has_bfloat16_products
 from hf_falcon.cpu.packing import PackedLinear
 from hf_falcon.cpu.row_invariant import FilledForward, least_rows, row_invariant_sdpa
@@ -340,3 +341,55 @@ def test_an_attention_of_another_library_stays():
         AttentionInterface.register("sdpa", sdpa_attention_forward)
     with hf_falcon.row_invariant(target):
         pass
+
+
+def test_calls_in_inference_mode_and_outside_take_turns():
+    target, drafter = low("llama", **LARGE), tiny_drafter(new_target("llama", **LARGE)).to(torch.bfloat16)
+    with hf_falcon.row_invariant(target):
+        with torch.inference_mode():
+            generate(target, prompt(70), drafter)
+        plain, found = generate(target, prompt(40)), generate(target, prompt(40), drafter)
+    assert not any(differing(plain, found))
+
+
+def test_a_step_with_gradients():
+    target, ids = low("llama", **LARGE), prompt(20)
+    with hf_falcon.row_invariant(target):
+        with torch.no_grad():
+            cache = target(ids[:, :-1]).past_key_values
+        logits = target(ids[:, -1:], past_key_values=cache).logits
+        target(ids[:, -1:], past_key_values=target(ids[:, :-1]).past_key_values)
+        logits.float().sum().backward()
+    assert target.model.layers[0].self_attn.k_proj.weight.grad.isfinite().all()
+
+
+def test_what_cannot_be_entered_leaves_nothing(monkeypatch):
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    target = low("llama")
+    with monkeypatch.context() as patch:
+        patch.setattr(row_invariant, "least_rows", interrupted)
+        with pytest.raises(KeyboardInterrupt), hf_falcon.row_invariant(target):
+            pass
+    assert not row_invariant.is_row_invariant(target)
+    assert AttentionInterface().get("sdpa") is sdpa_attention_forward
+
+
+def test_no_rows_stay_no_rows():
+    linear = torch.nn.Linear(8, 4)
+    assert FilledForward(linear, 2)(torch.empty(3, 0, 8)).shape == (3, 0, 4)
+
+
+def test_a_copy_takes_what_an_ordinary_model_takes(monkeypatch):
+    # On some processors no product has to be filled up.
+    monkeypatch.setattr(row_invariant, "least_rows", lambda *args: 2)
+    target = low("llama", **LARGE)
+    with hf_falcon.row_invariant(target):
+        other = copy.deepcopy(target)
+        assert own_forward(target.lm_head) is not None and own_forward(other.lm_head) is None
+    with hf_falcon.row_invariant(other):
+        assert isinstance(vars(other.lm_head)["forward"], FilledForward)
+    # A forward of another layer is none of its own.
+    vars(other.lm_head)["forward"] = torch.nn.Linear.forward.__get__(target.lm_head)
+    assert own_forward(other.lm_head) is not None

@@ -81,6 +81,8 @@ class BackgroundBuild:
         # The guard's input; the guard ends the group once it is closed.
         self._input: IO[str] | None = None
         self._is_ended = False
+        # Without the target nothing would pause it for calls.
+        weakref.finalize(target, self.end).atexit = False
         self.thread = threading.Thread(target=self._run, name="hf_falcon-build", daemon=True)
 
     @property
@@ -95,6 +97,12 @@ class BackgroundBuild:
             if self._input is not None:
                 self._input.close()
             _changed.notify_all()
+
+    def disown(self) -> None:
+        """Leaves the child to another process: to the parent of this one, which is a fork."""
+        self._is_ended, self._group = True, None
+        if self._input is not None:
+            self._input.close()
 
     def signal(self, number: int) -> None:
         """Sends a signal to the builder and to what it runs; the caller holds the lock."""
@@ -246,6 +254,20 @@ def end_build(target: PreTrainedModel) -> None:
 def install() -> None:
     """Counts the calls that run, also those that have begun before the first build."""
     observe_calls(_paused_builds)
+
+
+def _forget_builds() -> None:
+    """In a fork: the builds are its parent's, which has to be the only one that keeps them alive."""
+    global _changed, _starting, _calls
+    # Their locks are as they were in some thread of the parent.
+    _changed, _starting, _calls = threading.Condition(), threading.Lock(), 0
+    for build in list(_builds.values()):
+        build.disown()
+    _builds.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_builds)
 
 
 def background_build(target: PreTrainedModel) -> BackgroundBuild | None:

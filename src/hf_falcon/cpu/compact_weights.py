@@ -78,6 +78,16 @@ def ordinary_linear(state: Mapping[str, Any]) -> tuple[Any, ...]:
     return object.__new__, (nn.Linear,), kept
 
 
+def own_forward(module: nn.Module) -> Any:
+    """
+    The forward of a module that is not its class's, or `None`. A copy that was made while the module had one for
+    rounds has its class's forward as an attribute.
+    """
+    forward = vars(module).get("forward")
+    whose = getattr(forward, "__func__", None), getattr(forward, "__self__", None)
+    return None if whose == (type(module).forward, module) else forward
+
+
 class WeightMark:
     """
     Detects whether a weight was replaced or changed. It refers to the weight, and keeps a sample of its values.

@@ -137,6 +137,10 @@ class BuiltCode:
         self._bound = bound
         return True
 
+    def unbind(self) -> None:
+        """Undoes `bind`: the tensors can be freed."""
+        self._bound = {}
+
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._examples is not None
         kind = self._kinds[module] = kind_of(module)

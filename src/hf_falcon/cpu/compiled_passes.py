@@ -143,6 +143,9 @@ class CompiledPasses:
         """Undoes `take`. Compiled code is kept."""
         self.head = None
         self._weights.drop()
+        if self.shelf is not None and hasattr(self, "_decode"):
+            self._decode.unbind()
+            self._logits.unbind()
 
     def are_of(self, drafter: Any, target: PreTrainedModel) -> bool:
         """Whether the weights of both are unchanged; see [`WeightMark.is_of`]."""

@@ -22,12 +22,14 @@ from transformers.utils import output_capturing
 
 from ..core.caches import SlotLayer
 from ..core.target_parts import decoder_layers, decoder_of
+from .compact_weights import own_forward
 from .compiled_code import BuiltCode, CompiledCode, captures_graphs, mark_rows, write_rows
 from .compiled_passes import CompiledPasses
 from .grouped_attention import form_ahead
 from .kept_programs import Shelf
 from .lent_weights import LentWeights
 from .packed_layouts import has_bfloat16_products
+from .programs import traits_of
 from .row_invariant import FilledForward, is_row_invariant
 from .skinny_gemm import linears_of
 
@@ -159,6 +161,7 @@ class CompiledRounds:
         is_whole = captures_graphs(target.device) or (shelf is None and _pays_as_a_whole(target, layers))
         self._layers = [] if is_whole else layers
         self.shelf = shelf if self._layers else None
+        self._traits = list(map(traits_of, self._layers))
         # Whether they were loaded without a call of `compile_rounds`.
         self.is_kept = False
         # The forwards of modules in rounds.
@@ -271,9 +274,11 @@ class CompiledRounds:
             self.shelf.take_note("rounds", {str(size): is_faster for size, is_faster in self.is_faster.items()})
 
     def bind(self) -> bool:
-        """Takes the current tensors of the layers for the programs; returns whether these can read them."""
+        """Takes the current tensors of the layers for the programs; returns whether these are for the layers."""
         if self.shelf is None:
             return True
+        if list(map(traits_of, self._layers)) != self._traits:
+            return False
         with self._weights.lent():
             return all(
                 code.bind()
@@ -307,6 +312,9 @@ class CompiledRounds:
     def drop_weights(self) -> None:
         """Drops these weights, and stops the use of drafters' compiled passes. Compiled code is kept."""
         self._weights.drop()
+        for code in (*self._compiled.values(), *self._compiled_heads.values()):
+            if isinstance(code, BuiltCode):
+                code.unbind()
         for passes in self.passes.values():
             passes.drop()
         self.passes.clear()
@@ -373,18 +381,21 @@ class CompiledRounds:
     def are_exact(self) -> bool:
         """
         Whether compiled code computes what the decoder computes: no part of it has hooks or a forward of its own,
-        which compiled code would skip, and its weights are unchanged.
+        which compiled code would skip, it has the same layers, and its weights are unchanged.
         """
-        own = all(vars(module).get("forward", mine) is mine for module, mine in self._forwards.items())
+        own = all(own_forward(module) in (None, mine) for module, mine in self._forwards.items())
+        if self._layers:
+            lists = (list(each) for each in self._decoder.children() if isinstance(each, nn.ModuleList))
+            own = own and self._layers in lists
         if self._head in self._weights:
-            own = own and vars(self._head).get("forward", self._forward_of_head) is self._forward_of_head
+            own = own and own_forward(self._head) in (None, self._forward_of_head)
         inner = itertools.chain.from_iterable(part.modules() for part in self._decoder.children())
         # Compiled code has the forwards of `row_invariant`, if it is for targets inside.
         known = (type(None), FilledForward) if self.is_row_invariant else (type(None),)
         return (
             own
             and not any(
-                (module not in self._forwards and not isinstance(vars(module).get("forward"), known))
+                (module not in self._forwards and not isinstance(own_forward(module), known))
                 or any(map(_acts, _hooks(module)))
                 for module in inner
             )

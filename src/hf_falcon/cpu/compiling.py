@@ -21,6 +21,7 @@ from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
 from ..core.modeling_falcon_draft import hide_end
 from ..core.probe import TREES
+from ..core.target_parts import decoder_layers
 from ..core.target_run import TargetRun
 from ..core.tree import chain
 from ..verdicts import verdict_of_prompt
@@ -31,7 +32,7 @@ from .compiled_rounds import CompiledRounds, compiled
 from .kept_programs import shelf_of
 from .kept_rounds import decline
 from .packing import is_packed
-from .programs import CannotBeBuilt
+from .programs import CannotBeBuilt, kind_of
 from .row_invariant import is_row_invariant
 from .skinny_gemm import linears_of, skinny_gemm
 
@@ -47,7 +48,7 @@ _TURNS, _TRIES = 5, 3
 _TEXTS = 8
 # The greatest difference of logits, relative to the greatest logit, that rounding explains.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-# All compiled rounds of each target, by packing, dtype, device and configuration.
+# All compiled rounds of each target, by packing, dtype, device, configuration and the kinds of its layers.
 _made: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], CompiledRounds]]
 _made = weakref.WeakKeyDictionary()
 
@@ -103,18 +104,17 @@ def compile_rounds(
     graphs = captures_graphs(target.device)
     config = compile_config or CompileConfig(mode="reduce-overhead" if graphs else "default")
     # A caller that packs weights and compiles around every call compiles in the first call only.
-    state = is_packed(target), is_row_invariant(target), target.dtype, target.device, repr(config)
+    kinds = map(kind_of, decoder_layers(target))
+    state = is_packed(target), is_row_invariant(target), target.dtype, target.device, repr(config), *kinds
     made = _made.setdefault(target, {})
     if state not in made:
         made[state] = CompiledRounds(target, config, shelf_of(target) if _can_be_built(target, config) else None)
     rounds = made[state]
-    rounds.take_weights()
     try:
         _compile(rounds, target, sizes)
     except CannotBeBuilt as error:
         logger.debug(f"The rounds of {type(target).__name__} are compiled in every process: {error}")
         rounds = made[state] = CompiledRounds(target, config)
-        rounds.take_weights()
         _compile(rounds, target, sizes)
     rounds.sizes = [size for size in sizes if rounds.is_faster[size]]
     if not rounds.sizes:
@@ -130,7 +130,18 @@ def compile_rounds(
 
 
 def _compile(rounds: CompiledRounds, target: PreTrainedModel, sizes: list[int]) -> None:
-    """Compiles the sizes that are not compiled yet, also in no earlier process."""
+    """
+    Takes the target's weights of now, and compiles the sizes that are not compiled yet, also in no earlier process.
+    """
+    rounds.take_weights()
+    try:
+        _compile_missing(rounds, target, sizes)
+    except BaseException:
+        rounds.drop_weights()
+        raise
+
+
+def _compile_missing(rounds: CompiledRounds, target: PreTrainedModel, sizes: list[int]) -> None:
     if not rounds.are_exact:
         raise ValueError(
             f"The rounds of {type(target).__name__} cannot be compiled: its layers have hooks, or forwards of their "

@@ -28,6 +28,8 @@ from .. import __version__
 from ..core.hook import attention_implementation
 from ..cost_files import cache_folder
 from ..json_files import read_json
+from ..private_names import attention_function
+from .code_digest import code_digest
 from .packing import is_packed
 from .programs import Program
 
@@ -193,11 +195,15 @@ def shelf_of(target: PreTrainedModel, drafter: Any = None, packed: bool | None =
     models = [target] if drafter is None else [target, drafter]
     # Packing replaces the class of linear layers; the state says by itself whether they are packed.
     kinds = {nn.Linear if isinstance(part, nn.Linear) else type(part) for model in models for part in model.modules()}
+    attention = [attention_implementation(model.config) for model in models]
+    # The forward of a whole model is not compiled here.
+    compiled = [kind for kind in kinds if not issubclass(kind, PreTrainedModel)]
     return Shelf(
         {
             "config": [_config_of(model) for model in models],
             "source": sorted({_source_of(kind.__module__) for kind in kinds}),
-            "attention": [attention_implementation(model.config) for model in models],
+            "code": code_digest(compiled, map(attention_function, attention)),
+            "attention": attention,
             "dtype": [str(model.dtype) for model in models],
             "packing": [is_packed(model) if packed is None else packed for model in models],
             **_machine(),

@@ -74,6 +74,7 @@ class LentWeights:
                     for linear in self._lent:
                         # The passes of the same drafter for another target may have removed it already.
                         vars(linear).pop("lent", None)
+                    self._lent = {}
 
     @property
     def depend_on_rows(self) -> bool:

@@ -8,6 +8,7 @@ and not even trace, the function again.
 from __future__ import annotations
 
 import hashlib
+import threading
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -68,15 +69,20 @@ def kind_of(module: nn.Module, names: Sequence[str] = ()) -> str:
     A digest of what code for a module depends on besides its class's source and its configuration: the classes and
     plain attributes of its parts, and the layouts of its tensors.
     """
-    parts: list[object] = [*names]
+    parts = [*names, *traits_of(module), *(_layout(container[key]) for container, key in leaves(module))]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+
+
+def traits_of(module: nn.Module) -> list[object]:
+    """The classes and plain attributes of a module's parts."""
+    found: list[object] = []
     for path, part in module.named_modules():
         # Linear layers change their classes in rounds.
         kind = nn.Linear if isinstance(part, nn.Linear) else type(part)
         own = {name: value for name, value in vars(part).items() if name[:1] != "_" and name not in _NOT_OF_A_KIND}
         plain = sorted((name, value) for name, value in own.items() if _is_plain(value))
-        parts += (path, kind.__module__, kind.__qualname__, plain)
-    parts += [_layout(container[key]) for container, key in leaves(module)]
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+        found += (path, kind.__module__, kind.__qualname__, plain)
+    return found
 
 
 def flattened(value: Any, tensors: list[Tensor]) -> Any:
@@ -139,6 +145,8 @@ class Program:
         # Torch unpacks the file and loads the library.
         self._run = torch._inductor.aoti_load_package(str(file)).loader.boxed_run
         self._fitted: object = None
+        # Torch waits for a program that runs without letting other threads of Python go on, which it may need.
+        self._lock = threading.Lock()
 
     def suits(self, module_tensors: list[Tensor]) -> bool:
         """Whether a module's tensors have the layout that the program was compiled for."""
@@ -156,7 +164,8 @@ class Program:
         return fits
 
     def __call__(self, tensors: list[Tensor]) -> Any:
-        found = self._run(tensors)
+        with self._lock:
+            found = self._run(tensors)
         return tuple(found) if self._has_tuple else found[0]
 
     def _fit(self, inputs: list[tuple[Any, list[Any], list[Any]]], tensors: list[Tensor]) -> bool:

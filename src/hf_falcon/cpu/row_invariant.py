@@ -27,6 +27,7 @@ from transformers import PreTrainedModel
 from ..core.hook import attention_implementation
 from ..core.target_parts import decoder_of
 from ..private_names import replace_sdpa, sdpa_attention_forward
+from .compact_weights import own_forward
 from .grouped_attention import OTHER_ARGUMENTS, grouped_sdpa
 
 _DTYPES = (torch.bfloat16, torch.float16)
@@ -64,7 +65,7 @@ class FilledForward:
         linear = self._linear
         forward: Callable[[Tensor], Tensor] = partial(type(linear).forward, linear)
         rows = input.numel() // linear.in_features
-        if rows >= self._least_rows:
+        if rows == 0 or rows >= self._least_rows:
             return forward(input)
         flat = input.reshape(rows, -1)
         filled = torch.cat((flat, flat[:1].expand(self._least_rows - rows, -1)))
@@ -201,13 +202,15 @@ def row_invariant_sdpa(
 
 def _in_float64(states: Tensor, name: str) -> Tensor:
     """Keys or values in float64, valid until the thread asks for these of another layer."""
-    if states.device.type != "cpu" or torch.compiler.is_compiling():
+    if states.device.type != "cpu" or torch.compiler.is_compiling() or states.requires_grad:
         return states.double()
     key, size = (threading.get_ident(), name), states.numel()
     buffer = _wide.get(key)
     if buffer is None or buffer.numel() < size:
-        # Room for the tokens to come.
-        _wide[key] = buffer = torch.empty(2 * size, dtype=torch.float64)
+        # What is made in inference mode cannot be written outside of it.
+        with torch.inference_mode(False):
+            # Room for the tokens to come.
+            _wide[key] = buffer = torch.empty(2 * size, dtype=torch.float64, device="cpu")
     return buffer[:size].view(states.shape).copy_(states)
 
 
@@ -231,35 +234,45 @@ def _additive(mask: Tensor) -> Tensor:
 
 def _enter(target: PreTrainedModel) -> None:
     with _lock:
+        stock = sdpa_attention_forward, grouped_sdpa
+        if not _users and not any(replace_sdpa(each, row_invariant_sdpa) for each in stock):
+            raise ValueError('Another library has replaced transformers\' "sdpa" attention: `row_invariant` needs it.')
         _users[target] = _users.get(target, 0) + 1
         if _users[target] > 1:
             return
-        if len(_users) == 1 and not any(
-            replace_sdpa(each, row_invariant_sdpa) for each in (sdpa_attention_forward, grouped_sdpa)
-        ):
-            del _users[target]
-            raise ValueError('Another library has replaced transformers\' "sdpa" attention: `row_invariant` needs it.')
-        for module in target.modules():
-            _modules.add(module)
-            if not isinstance(module, nn.Linear) or "forward" in vars(module):
-                continue
-            least = _ROWS_ON_DEVICES
-            if module.weight.device.type == "cpu":
-                least = least_rows(module.in_features, module.out_features, module.weight.dtype)
-            if least > 1:
-                vars(module)["forward"] = FilledForward(module, least)
+        try:
+            _fill_up(target)
+        except BaseException:
+            _restore(target)
+            raise
+
+
+def _fill_up(target: PreTrainedModel) -> None:
+    for module in target.modules():
+        _modules.add(module)
+        if not isinstance(module, nn.Linear) or own_forward(module) is not None:
+            continue
+        least = _ROWS_ON_DEVICES
+        if module.weight.device.type == "cpu":
+            least = least_rows(module.in_features, module.out_features, module.weight.dtype)
+        if least > 1:
+            vars(module)["forward"] = FilledForward(module, least)
 
 
 def _leave(target: PreTrainedModel) -> None:
     with _lock:
         _users[target] -= 1
-        if _users[target]:
-            return
-        del _users[target]
-        for module in target.modules():
-            _modules.discard(module)
-            if isinstance(vars(module).get("forward"), FilledForward):
-                del vars(module)["forward"]
-        if not _users:
-            _wide.clear()
-            replace_sdpa(row_invariant_sdpa, sdpa_attention_forward)
+        if not _users[target]:
+            _restore(target)
+
+
+def _restore(target: PreTrainedModel) -> None:
+    """The lock is held."""
+    del _users[target]
+    for module in target.modules():
+        _modules.discard(module)
+        if isinstance(vars(module).get("forward"), FilledForward):
+            del vars(module)["forward"]
+    if not _users:
+        _wide.clear()
+        replace_sdpa(row_invariant_sdpa, sdpa_attention_forward)

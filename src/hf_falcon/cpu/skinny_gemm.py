@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..core.target_parts import is_compiled
-from .compact_weights import LentWeight, ordinary_linear
+from .compact_weights import LentWeight, ordinary_linear, own_forward
 from .packed_layouts import has_bfloat16_products, product_of_blocks
 
 _CAPABILITY = torch.backends.cpu.get_cpu_capability()
@@ -253,7 +253,7 @@ def _pays_in(dtype: torch.dtype) -> bool:
 
 def _is_suited(linear: nn.Module | None) -> TypeGuard[nn.Linear]:
     # A subclass, or a layer with a forward of its own, may compute something else.
-    if not isinstance(linear, nn.Linear) or type(linear) not in _SUITED or "forward" in vars(linear):
+    if not isinstance(linear, nn.Linear) or type(linear) not in _SUITED or own_forward(linear) is not None:
         return False
     weight = linear._parameters.get("weight")
     return (
