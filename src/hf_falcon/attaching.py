@@ -16,7 +16,7 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
-from .core.hook import default_generation_params, is_drafter, register_finder
+from .core.hook import default_generation_params, is_drafter, plain_reason, register_finder
 from .cpu.background_builds import build_in_background, check_background_build, end_build
 from .drafters.lookup_drafter import LOOKUP
 from .drafters.mtp import MTP, MtpDrafter
@@ -139,6 +139,9 @@ class AttachedDrafters:
         if (target.training and _trains_otherwise(target)) or arguments.get("assistant_tokenizer") is not None:
             return False
         if settings.get("use_cache") is False or settings.get("cache_implementation") == "paged":
+            return False
+        # Such a loop may refuse an assistant.
+        if plain_reason(target) is not None:
             return False
         if settings.get("is_assistant") or settings.get("num_assistant_tokens_schedule") == "heuristic_transient":
             return False

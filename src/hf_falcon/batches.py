@@ -22,7 +22,7 @@ from .core.interfaces import register_part
 from .core.probe import LAYER_OUTPUTS
 from .core.target_parts import extra_inputs, first_step, rope_boundary
 from .core.verification import Batch, TokenSequence
-from .private_names import allowed_tokens_function, pad_token
+from .private_names import allowed_tokens_function, beams_of, pad_token
 
 # Steps that the fastest row may be ahead of the slowest: the noise of a step is kept until all rows have used it.
 _MOST_STEPS_AHEAD = 64
@@ -229,10 +229,10 @@ def _processors_of_row(processors: LogitsProcessorList, row: int) -> LogitsProce
 
 def _of_row(processor: LogitsProcessor, row: int) -> LogitsProcessor:
     if isinstance(processor, generation.PrefixConstrainedLogitsProcessor):
-        allowed = allowed_tokens_function(processor)
+        allowed, number = allowed_tokens_function(processor), row // beams_of(processor)
 
         def allowed_of_row(_: int, ids: Tensor) -> list[int]:
-            return allowed(row, ids)
+            return allowed(number, ids)
 
         # See grammar_processors.py.
         vars(allowed_of_row)["is_stateless"] = getattr(allowed, "is_stateless", False)

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import Cache, GenerationConfig
 from transformers.utils import ModelOutput
@@ -17,8 +20,8 @@ def install() -> None:
     register_part("layer_outputs", LayerOutputs)
 
 
-# For each emitted token one tensor a layer.
-Steps = tuple[tuple[Tensor, ...], ...]
+# For each emitted token one tensor a layer; `None` for a layer that the call does not ask for.
+Steps = tuple[tuple[Tensor | None, ...], ...]
 
 
 class LayerOutputs:
@@ -37,8 +40,8 @@ class LayerOutputs:
         ]
         self.hidden_states: Steps | None = () if "hidden_states" in asked else None
         self.attentions: Steps | None = () if "attentions" in asked else None
-        # Arguments of the target's forward.
-        self.arguments = {f"output_{name}": True for name in asked}
+        # Arguments of the target's forward. They may be the numbers of some layers.
+        self.arguments = {f"output_{name}": getattr(generation_config, f"output_{name}") for name in asked}
 
     def add_step(self, outputs: ModelOutput) -> None:
         """Adds the outputs of a forward that plain decoding runs in the same way: the prompt, or a single token."""
@@ -56,21 +59,32 @@ class LayerOutputs:
             path (`torch.LongTensor` of shape `(kept,)`): nodes that belong in the cache, the root first.
             cache ([`Cache`]): the target's cache, whose layers know how many keys they keep.
         """
+        # Of a layer that the call does not ask for.
+        missing = [None] * path.shape[0]
         if self.hidden_states is not None:
             rows = [
-                states.index_select(1, to_device(path, states.device)).split(1, dim=1)
+                missing if states is None else states.index_select(1, to_device(path, states.device)).split(1, dim=1)
                 for states in outputs.hidden_states
             ]
             self.hidden_states += tuple(zip(*rows))
         if self.attentions is not None:
             # An attention function without weights gives no layers either.
-            windows = [getattr(layer, "sliding_window", None) for layer in cache.layers]
-            steps = [_attentions(*each, path) for each in zip(outputs.attentions, windows)]
+            steps = [
+                missing if weights is None else _attentions(weights, layer, path)
+                for weights, layer in zip(outputs.attentions, cache.layers)
+            ]
             self.attentions += tuple(zip(*steps)) if steps else ((),) * path.shape[0]
 
 
-def _attentions(weights: Tensor, window: int | None, path: Tensor) -> list[Tensor]:
-    """Weights of shape `(1, heads, nodes, cached + nodes)` as plain decoding gives them, one token after the other."""
+def _attentions(weights: Tensor, layer: Any, path: Tensor) -> list[Tensor]:
+    """
+    Weights of shape `(1, heads, nodes, cached + nodes)` as plain decoding gives them, one token after the other. A
+    static layer of the cache gives all its slots, also those that nothing is in yet.
+    """
+    window, slots = (
+        getattr(layer, "sliding_window", None),
+        getattr(getattr(layer, "replaced", layer), "max_cache_len", 0),
+    )
     path = to_device(path, weights.device)
     cached = weights.shape[-1] - weights.shape[-2]
     keys = torch.cat((torch.arange(cached, device=path.device), cached + path))
@@ -78,5 +92,6 @@ def _attentions(weights: Tensor, window: int | None, path: Tensor) -> list[Tenso
     found = []
     for place in range(path.shape[0]):
         end = cached + place + 1
-        found.append(rows[:, :, place : place + 1, max(0, end - (window or end)) : end])
+        row = rows[:, :, place : place + 1, max(0, end - (window or end)) : end]
+        found.append(F.pad(row, (0, max(0, slots - row.shape[-1]))))
     return found

@@ -12,6 +12,7 @@ from transformers import (
     GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
+    PrefixConstrainedLogitsProcessor,
     StoppingCriteria,
     StoppingCriteriaList,
     pipeline,
@@ -19,6 +20,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from hf_falcon.batches import StepNoise
+from hf_falcon.core.candidate_generator import FalconCandidateGenerator
 from hf_falcon.core.decoding import common_size
 from hf_falcon.core.policy import acceptance_stats_of
 from hf_falcon.core.verification import TokenSequence
@@ -397,3 +399,29 @@ def test_a_batch_is_as_slow_as_its_slowest_row():
     assert common_size(gains_of(ahead, ahead, ahead, ahead), equal) == 2
     # While much is left any row may turn out to be the slowest.
     assert common_size(gains_of(ahead, waiting, waiting, waiting), 100 * equal) == 2
+
+
+def test_a_row_that_ends_at_once_leaves_the_other_its_prompt(monkeypatch):
+    target, inputs, started = tiny_target("llama"), batch((9, 4)), []
+    first = plain(target, inputs=inputs, max_new_tokens=1)[0][:, -1].tolist()
+    assert first[0] != first[1]
+    start = FalconCandidateGenerator.start
+    monkeypatch.setattr(
+        FalconCandidateGenerator, "start", lambda self, *args: started.append(args[:3]) or start(self, *args)
+    )
+    ways = {"assistant_model": tiny_drafter(target), "eos_token_id": first[0], "pad_token_id": 0}
+    found = plain(target, inputs=inputs, **ways)[0]
+    ways.pop("assistant_model")
+    assert found.tolist() == plain(target, inputs=inputs, **ways)[0].tolist()
+    # Features, position and padding of the row that is left.
+    assert [(features.shape[1], position, padding) for features, position, padding in started] == [(4, 0, 5)]
+
+
+def test_a_processor_that_knows_of_several_rows_of_a_prompt():
+    target, inputs = tiny_target("llama"), batch((5, 7))
+    allowed = {0: list(range(4, 20)), 1: list(range(20, 40))}
+    processor = PrefixConstrainedLogitsProcessor(lambda row, ids: allowed[row], num_beams=3)
+    settings = {"do_sample": True, "num_return_sequences": 3, "logits_processor": [processor], "inputs": inputs}
+    found = plain(target, assistant_model=tiny_drafter(target), **settings)
+    expected = plain(target, **settings)
+    assert found[0].tolist() == expected[0].tolist() and found[1] == expected[1]

@@ -1,6 +1,8 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """Where generation ends, what it hands back, what it is given: all as plain `generate` does."""
 
+import itertools
+
 import pytest
 import torch
 from oracle import use_oracle
@@ -17,9 +19,10 @@ from tiny_models import (
     tiny_target,
     tiny_tokenizer,
 )
-from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
+from transformers import DynamicCache, EosTokenCriteria, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
+import hf_falcon
 from hf_falcon import FalconGenerateOutput
 from hf_falcon.core import probe
 from hf_falcon.core.probe import CHAINS, PLAIN
@@ -336,3 +339,81 @@ def test_no_hook_stays_on_the_target(processors, assisted):
         assert str(error) == "at length 15"
     assert hooks_of(target) == 0
     assert assisted(target, ids).tolist() == plain(target, ids).tolist()
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+def test_a_criterion_that_reads_the_streamer(draft, assisted):
+    target, ids = tiny_target("llama"), prompt(9)
+    found = []
+    for way in (plain, assisted):
+        tape = Tape()
+        criteria = [lambda ids, scores, tape=tape, **_: torch.full((1,), len(tape.given) >= 6)]
+        kwargs = {"streamer": tape, "stopping_criteria": criteria}
+        output = plain(target, ids, **kwargs) if way is plain else assisted(target, ids, draft, **kwargs)
+        found.append((output.tolist(), tape.given))
+    assert found[0] == found[1]
+
+
+def test_a_criterion_for_one_token_id(assisted):
+    target, ids = tiny_target("llama"), prompt(9)
+    end = torch.tensor(new_tokens(target, ids)[5])
+    kwargs = {"stopping_criteria": [EosTokenCriteria(end)], "pad_token_id": 0}
+    assert assisted(target, ids, DRAFTS[0], **kwargs).tolist() == plain(target, ids, **kwargs).tolist()
+
+
+@pytest.mark.parametrize("name", ["gemma2", "mistral-window"])
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_shapes_of_the_outputs_of_layers(name, cache):
+    target, ids = new_target(name), prompt(9)
+    target.set_attn_implementation("eager")
+    kwargs = {"output_attentions": True, "output_hidden_states": True, "return_dict_in_generate": True}
+    if cache == "static":
+        kwargs |= {"cache_implementation": "static", "disable_compile": True}
+    found, expected = (
+        plain(target, ids, **kwargs, **more) for more in ({"assistant_model": tiny_drafter(target)}, {})
+    )
+    assert found.draft_statistics is not None
+    for field in ("attentions", "hidden_states"):
+        ours, theirs = getattr(found, field), getattr(expected, field)
+        assert [[one.shape for one in step] for step in ours] == [[one.shape for one in step] for step in theirs]
+        for mine, other in zip(itertools.chain(*ours), itertools.chain(*theirs)):
+            torch.testing.assert_close(mine, other, atol=1e-4, rtol=1e-4)
+
+
+def test_outputs_of_some_layers():
+    # transformers leaves hooks on it.
+    target, ids = new_target("llama"), prompt(9)
+    kwargs = {"output_hidden_states": [-1], "return_dict_in_generate": True}
+    found, expected = (
+        plain(target, ids, **kwargs, **more) for more in ({"assistant_model": tiny_drafter(target)}, {})
+    )
+    steps = [[[state is None for state in step] for step in each.hidden_states] for each in (found, expected)]
+    assert steps[0] == steps[1] and found.sequences.tolist() == expected.sequences.tolist()
+
+
+def test_a_target_with_a_loop_of_its_own(warnings_given):
+    class Own(type(tiny_target("llama"))):
+        def _sample(self, input_ids, **kwargs):
+            return torch.cat((input_ids, input_ids[:, :1]), dim=1)
+
+    target, ids = Own(new_target("llama").config).eval(), prompt(9)
+    expected = target.generate(ids, max_new_tokens=5).tolist()
+    assert len(expected[0]) == 10
+    assert target.generate(ids, max_new_tokens=5, assistant_model=tiny_drafter(target)).tolist() == expected
+    assert "a decoding loop of its own" in warnings_given()[-1]
+    hf_falcon.attach(target, tiny_drafter(target))
+    assert target.generate(ids, max_new_tokens=5).tolist() == expected
+    hf_falcon.detach(target)
+
+
+def test_a_cache_that_records_its_past(warnings_given):
+    target, ids = tiny_target("mistral-window"), prompt(9)
+    outputs = []
+    for more in ({}, {"assistant_model": tiny_drafter(target)}):
+        cache = DynamicCache(config=target.config)
+        cache.activate_past_recording()
+        outputs.append(plain(target, ids, past_key_values=cache, **more))
+        cache.crop(-5)
+        outputs[-1] = [outputs[-1].tolist(), plain(target, outputs[-1][:, :-5], past_key_values=cache).tolist()]
+    assert outputs[0] == outputs[1]
+    assert "activate_past_recording" in warnings_given()[-1]

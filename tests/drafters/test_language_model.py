@@ -319,3 +319,14 @@ def test_on_a_device(name, rows):
         drafter = CausalLMDrafter(model)
         check(device, target, drafter, random_tokens(rows, 9), **SCHEDULES["constant"])
         assert simulated_device.HOST not in {each.device for each in model.parameters()}
+
+
+def test_a_draft_model_in_training_mode_draws_nothing():
+    target, ids = tiny_target("llama"), prompt(9)
+    model = new_target("gpt2", resid_pdrop=0.5, embd_pdrop=0.5).train()
+    drafter = hf_falcon.CausalLMDrafter(model)
+    texts = []
+    for more in ({}, {"assistant_model": drafter, "num_assistant_tokens_schedule": "constant"}):
+        torch.manual_seed(0)
+        texts.append(target.generate(ids, do_sample=True, top_k=0, max_new_tokens=20, **more).tolist())
+    assert texts[0] == texts[1]

@@ -225,7 +225,7 @@ class SlotLayer(DynamicLayer):
     def __init__(self, layer: Any, slots: RowSlots, window: int | None = None, is_static: bool = False):
         self.dtype, self.device, self.is_initialized = layer.keys.dtype, layer.keys.device, True
         self.is_sliding = layer.is_sliding
-        self._layer, self._slots = layer, slots
+        self.replaced, self._slots = layer, slots
         # Tokens that the layer lets a token see, itself included.
         self.sliding_window: int | None = None
         # The same, or one more, if the layer is to hold one more in the end.
@@ -318,7 +318,7 @@ class SlotLayer(DynamicLayer):
 
     def give_back(self) -> Any:
         """The layer that this one replaced, as plain decoding leaves it after as many tokens as all rows have."""
-        layer, length = self._layer, self._slots.shortest
+        layer, length = self.replaced, self._slots.shortest
         keys, values = (part[:, :, : length - self.offset] for part in self._buffer.parts)
         if isinstance(layer, StaticLayer):
             layer.reset()

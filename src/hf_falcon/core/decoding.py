@@ -35,16 +35,8 @@ from .verification import Batch, TokenSequence, Verification, verify, verify_row
 logger = logging.get_logger(__name__)
 
 # Fields of a generation configuration that other kinds of assisted decoding, and caches that can be compiled, read.
-_UNUSED_FIELDS = (
-    "assistant_early_exit",
-    "assistant_ensemble_weight",
-    "assistant_lookbehind",
-    "target_lookbehind",
-    "max_matching_ngram_size",
-    "speculation_type",
-    "use_mtp",
-    "compile_config",
-)
+_UNUSED_FIELDS = ["assistant_early_exit", "assistant_ensemble_weight", "assistant_lookbehind", "target_lookbehind"]
+_UNUSED_FIELDS += ["max_matching_ngram_size", "speculation_type", "use_mtp", "compile_config"]
 
 
 @dataclass(frozen=True)
@@ -201,6 +193,8 @@ def decode(
             drops_rows = not names_rows(run.model)
             if drops_rows:
                 run.select([row.place for row in unfinished])
+                # Rows may end before any of them drafts.
+                prompts = prompts and [prompts[row.place] for row in unfinished]
                 unfinished = cached = [replace(row, place=place) for place, row in enumerate(unfinished)]
         if len(unfinished) != drafting:
             policy = _policy(run, unfinished, batch, len(cached))
@@ -276,10 +270,8 @@ def _policy(run: TargetRun, rows: Sequence[Row], batch: Batch, cached: int) -> D
         return PlainPolicy(options, stats)
     if options.num_assistant_tokens_schedule == "constant" or options.draft_tree != "dynamic":
         return DraftPolicy(options, stats, ahead)
-    acceleration = run.acceleration
-    key = CostKey.of(
-        model, run.length, options.num_assistant_tokens, cached, acceleration.is_packed, acceleration.sizes
-    )
+    backend = run.acceleration
+    key = CostKey.of(model, run.length, options.num_assistant_tokens, cached, backend.is_packed, backend.sizes)
     stats = stats.under(key)
     costs = costs_of(model, key, stats.costs)
     run.costs = costs

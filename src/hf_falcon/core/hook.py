@@ -314,6 +314,17 @@ def sample(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:
     return private_name(model, "_sample", "decode without drafts")(input_ids, **kwargs)
 
 
+def plain_reason(model: PreTrainedModel, cache: Any = None) -> str | None:
+    """
+    The reason why only [`sample`] does what plain decoding does, if there is one. A model may have a loop of its own,
+    and a cache may keep what its layers would drop. If transformers lacks the names, there is none.
+    """
+    if getattr(type(model), "_sample", None) is not getattr(GenerationMixin, "_sample", None):
+        return "the target has a decoding loop of its own"
+    records = any(getattr(layer, "record_past", False) for layer in getattr(cache, "layers", ()))
+    return "the cache keeps what its layers would drop (`activate_past_recording`)" if records else None
+
+
 def default_generation_params() -> dict[str, Any]:
     """
     The values that `generate` fills in for fields that nobody set, such as 20 assistant tokens. If transformers lacks

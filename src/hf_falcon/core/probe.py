@@ -29,7 +29,7 @@ from transformers import (
 )
 
 from .caches import ROW_LAYERS
-from .hook import attention_implementation, extend_model_kwargs, makes_own_cache, prefill
+from .hook import attention_implementation, extend_model_kwargs, makes_own_cache, plain_reason, prefill
 from .interfaces import part
 from .target_parts import (
     CACHE_NAMES,
@@ -432,6 +432,8 @@ def _no_draft_reason(
     # BERT's kind. GPT-NeoX's configuration has the field as well, but GPT-NeoX is a decoder.
     if hasattr(config, "add_cross_attention") and not getattr(config, "is_decoder", True):
         return "the target is an encoder (`is_decoder` is False), which keeps no cache"
+    if (reason := plain_reason(model, cache)) is not None:
+        return reason
     if model.device.type == "meta":
         return "the target's embedding is offloaded, so its device is unknown"
     if model.dtype == torch.float32 and torch.is_autocast_enabled(model.device.type):

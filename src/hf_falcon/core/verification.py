@@ -68,7 +68,7 @@ class TokenSequence:
         self.processors = logits_processor
         # Most calls ask for EOS at every token, and the token is on the host.
         eos = [each for each in stopping_criteria if type(each) is generation.EosTokenCriteria]
-        self.eos_token_ids = {token for each in eos for token in each.eos_token_id.tolist()}
+        self.eos_token_ids = {token for each in eos for token in each.eos_token_id.reshape(-1).tolist()}
         self._criteria = [each for each in stopping_criteria if each not in eos]
         self._time_limits = [each for each in self._criteria if type(each) is generation.MaxTimeCriteria]
         self._do_sample = generation_config.do_sample
@@ -143,7 +143,7 @@ class TokenSequence:
 
     def emit(self, token: int) -> None:
         """
-        Appends a token, streams it, and asks the stopping criteria.
+        Appends a token, asks the stopping criteria, and streams it, in the order of plain decoding.
 
         Raises:
             `RuntimeError`: as `torch.multinomial`, for the token -1: no token can be drawn from the probabilities.
@@ -151,13 +151,14 @@ class TokenSequence:
         if token < 0:
             raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
         self.token_ids = torch.cat((self.token_ids, torch.tensor([[token]], device="cpu")), dim=1)
-        if self.streamer is not None:
-            self.streamer.put(self.token_ids[0, -1:])
         self.finished = token in self.eos_token_ids
         for criterion in self._criteria:
             ids = self.token_ids if type(criterion) in _HOST_CRITERIA else self.input_ids
             answer = criterion(ids, self.scores)
             self.finished |= bool(answer.all() if isinstance(answer, Tensor) else answer)
+        if self.streamer is not None:
+            # A criterion may read what the streamer has got.
+            self.streamer.put(self.token_ids[0, -1:])
 
 
 def _draw(probs: Tensor) -> Tensor:

@@ -207,7 +207,8 @@ class CausalLMDrafter(DraftModel):
         if not any(name in inspect.signature(model.forward).parameters for name in CACHE_NAMES):
             raise TypeError(f"`model` is a {type(model).__name__}, which keeps no cache: give a model that does.")
         super().__init__(CausalLMDraftConfig(vocab_size(model), name_or_path=model.name_or_path))
-        self.model, self.tokenizer = model, tokenizer
+        # Dropout would draw random numbers while the target samples.
+        self.model, self.tokenizer = model.eval(), tokenizer
         # What it shares with each target, or why nothing is known of that.
         self._vocabularies: weakref.WeakKeyDictionary[PreTrainedModel, Vocabulary | str] = weakref.WeakKeyDictionary()
         # Of the language model's options, those of drafting: its own temperature is no matter here.
