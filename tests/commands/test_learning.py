@@ -92,3 +92,12 @@ def test_doctor_reads_the_folder_of_a_learner(tmp_path, monkeypatch, capsys):
     (folder / "learning.json").write_text("[]")
     assert entry.main(words) == 1
     assert "is not the report of a learner" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "learnt"):
+        assert entry.main(["chat", "--learn", str(folder)]) == 1
+        assert f"`learn` is '{folder}', but nothing can be written in {tmp_path / 'file'}" in capsys.readouterr().err
+        with pytest.raises(ValueError, match="`folder` is"):
+            hf_falcon.LearningOptions(folder=folder)

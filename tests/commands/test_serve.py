@@ -331,3 +331,20 @@ def test_a_target_without_a_chat_template():
     tokenizer.chat_template = None
     words = shlex.split(serve.example_request("http://[::1]:8000/v1", tokenizer))
     assert words[1] == "http://[::1]:8000/v1/completions" and json.loads(words[-1])["prompt"]
+
+
+def test_sigterm_saves_what_was_learnt(folder, tmp_path):
+    """As services are stopped."""
+    models = ["--target", folder / "target", "--drafter", folder / "drafter", "--dtype", "float32"]
+    command = [sys.executable, "-m", "hf_falcon", "serve", *models, "--port", "0", "--learn", tmp_path / "learnt"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        timer = threading.Timer(120, process.kill)
+        timer.start()
+        address = re.search(r"http://\S+(?=/v1$)", process.stdout.readline().strip())[0]
+        process.stdout.readline()
+        assert post(address, "/v1/chat/completions", {"messages": CHAT, "max_tokens": 8})[0] == 200
+        process.send_signal(signal.SIGTERM)
+        errors = process.communicate()[1]
+        timer.cancel()
+    assert process.returncode == 0 and errors.splitlines()[-1] == "Stopped." and "Traceback" not in errors
+    assert json.loads((tmp_path / "learnt" / "learning.json").read_text())["calls"] == 1

@@ -22,6 +22,7 @@ from toy_drafter import toy_drafter
 import hf_falcon
 from hf_falcon import Learner, LearningOptions
 from hf_falcon.cpu.packing import is_packed
+from hf_falcon.learning import learner as learner_module
 from hf_falcon.learning.learner import learner_of
 from hf_falcon.learning.serving_weights import replace_weights
 from hf_falcon.learning.state import STATE_NAME, LearnerState
@@ -727,3 +728,32 @@ def test_options_out_of_range(field, value):
         LearningOptions(**{field: value})
     with pytest.raises(ValueError, match="no `folder`"):
         LearningOptions(keep_samples=True)
+
+
+def test_a_save_that_dies_before_its_drafter_goes_on_with_the_one_before(tmp_path, monkeypatch):
+    """The state is written first. The drafter of the folder is then that of the save before."""
+    target, drafter = pair()
+    with learner(drafter, target, folder=tmp_path) as found:
+        replay_calls(found, 30)
+        found.save()
+        found.learn(16)
+        with monkeypatch.context() as patch:
+            patch.setattr(learner_module.files, "save_drafter", killed)
+            with pytest.raises(KeyboardInterrupt):
+                found.save()
+            steps = found.statistics.steps
+            assert found.statistics.replacements > 0
+            with pytest.raises(KeyboardInterrupt):
+                found.close()
+    kept = hf_falcon.FalconDraftModel.from_pretrained(tmp_path / "drafter")
+    with learner(kept, target, folder=tmp_path) as found:
+        assert found.statistics.steps == steps
+        # Again, from that one.
+        serve(target, kept, range(600, 602))
+    later = hf_falcon.FalconDraftModel.from_pretrained(tmp_path / "drafter")
+    with learner(later, target, folder=tmp_path) as found:
+        assert found.statistics.steps == steps
+
+
+def killed(*args):
+    raise KeyboardInterrupt

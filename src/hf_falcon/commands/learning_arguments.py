@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ..learning.options import check_folder
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
@@ -34,6 +36,9 @@ class LearningArguments:
             raise ValueError("`learn` is for a drafter, and with `plain` there is none: leave one of the two out.")
         if self.keep_samples and self.learn is None:
             raise ValueError("`keep_samples` is True and there is no `learn` folder to keep them in: give one.")
+        if self.learn is not None:
+            # Before models are loaded.
+            check_folder("learn", self.learn)
 
     @contextmanager
     def learning(self, target: PreTrainedModel, drafter: PreTrainedModel | None) -> Iterator[None]:

@@ -1,14 +1,15 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
 `hf-falcon serve`: serves a target with its drafter by OpenAI's interface, with transformers' own server: chat
-completions, completions and responses, also streamed. Ctrl-C ends it. There are no users or passwords: listen on
-127.0.0.1 only, or behind a proxy that has them.
+completions, completions and responses, also streamed. Ctrl-C or SIGTERM ends it. There are no users or passwords:
+listen on 127.0.0.1 only, or behind a proxy that has them.
 """
 
 from __future__ import annotations
 
 import json
 import shlex
+import signal
 import sys
 
 from transformers import PreTrainedTokenizerBase
@@ -50,6 +51,8 @@ def main(argv: list[str]) -> int:
         host, port = listener.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         with_drafter = "without a drafter" if drafter is None else f"with the drafter {drafter.name_or_path}"
+        # How services are ended. By default the process would end without saving what was learnt.
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             print(f"{name} {with_drafter}: {address}")
             print(f"Try it: {example_request(address, tokenizer)}", flush=True)

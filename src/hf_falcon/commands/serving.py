@@ -91,7 +91,7 @@ class TargetServer:
 
     def run(self, listener: socket.socket) -> None:
         """
-        Serves until `stop`, or until Ctrl-C, which raises `KeyboardInterrupt` after the answers have ended.
+        Serves until `stop`, or until a signal: Ctrl-C raises `KeyboardInterrupt` after the answers have ended.
 
         Args:
             listener (`socket.socket`): accepts the connections.

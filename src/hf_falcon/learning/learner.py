@@ -119,6 +119,8 @@ class Learner:
         self._idle_since = self._saved_at = clock()
         self._saved: tuple[int, int] | None = None
         self._exported: int | None = None
+        # Fingerprints of what the folder's drafter may be: it is written after the state, which names them.
+        self._learnt: list[str | None] = []
         # Whether it has stopped, also after an error; and whether it was closed.
         self._closed = self._is_left = False
         self._here = _Here()
@@ -491,9 +493,11 @@ class Learner:
         found, target = self.statistics, self._target()
         with self._lock:
             records = list(self._buffer)
+        if (latest := weights_fingerprint(drafter)) not in self._learnt:
+            self._learnt.append(latest)
         progress = {
             "drafter": self._fingerprint,
-            "learnt": weights_fingerprint(drafter),
+            "learnt": self._learnt,
             "target": None if target is None else weights_fingerprint(target),
             "steps": self._student.steps,
             "positions": self._student.positions,
@@ -512,6 +516,7 @@ class Learner:
         if self._exported != self._version and not self._waits:
             files.save_drafter(drafter, folder)
             self._exported = self._version
+            self._learnt = self._learnt[-1:]
         files.save_report(folder, asdict(found))
         try:
             png = draw(self._history.entries)
@@ -527,7 +532,10 @@ class Learner:
             return
         found.check(folder, self._student.parameters)
         progress = found.progress
-        known = [each for each in (progress.get("drafter"), progress.get("learnt")) if each is not None]
+        learnt = progress.get("learnt")
+        # Earlier versions wrote one.
+        self._learnt = list(learnt) if isinstance(learnt, list) else [learnt]
+        known = [each for each in (progress.get("drafter"), *self._learnt) if each is not None]
         if known and self._fingerprint is not None and self._fingerprint not in known:
             raise ValueError(
                 f"`{folder}` was begun with another drafter: give that one, the folder `{folder / 'drafter'}` which "

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass
@@ -92,7 +93,20 @@ class LearningOptions:
         self._check("steps_a_minute", self.steps_a_minute is None or self.steps_a_minute > 0, "a number above 0")
         if self.keep_samples and self.folder is None:
             raise ValueError("`keep_samples` is True and there is no `folder` to keep them in: give one.")
+        if self.folder is not None:
+            check_folder("folder", self.folder)
 
     def _check(self, name: str, is_right: bool, rule: str) -> None:
         if not is_right:
             raise ValueError(f"`{name}` is {getattr(self, name)}: give {rule}.")
+
+
+def check_folder(name: str, folder: str | os.PathLike[str]) -> None:
+    """
+    Raises:
+        `ValueError`: if nothing can be written to a folder, which need not be there yet; it names the argument.
+    """
+    path = Path(folder).absolute()
+    nearest = next(each for each in (path, *path.parents) if each.exists())
+    if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
+        raise ValueError(f"`{name}` is {str(folder)!r}, but nothing can be written in {nearest}: give another folder.")

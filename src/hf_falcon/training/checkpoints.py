@@ -33,9 +33,10 @@ def publish(folder: Path, place: Path) -> None:
         place (`Path`): its final place. A folder of that name is removed.
     """
     _flush(folder)
-    if place.exists():
-        _remove(place, folder.parent)
+    removed = _set_aside(place, folder.parent) if place.exists() else None
     os.rename(folder, place)
+    if removed is not None:
+        shutil.rmtree(removed)
 
 
 def publish_files(folder: Path, place: Path) -> None:
@@ -60,7 +61,8 @@ def prune(run_folder: str | Path, limit: int | None, kept: set[str]) -> None:
     spare = [checkpoint for checkpoint in checkpoints if checkpoint not in kept]
     surplus = len(checkpoints) - limit if limit else 0
     for checkpoint in spare[: max(0, surplus)]:
-        _remove(Path(checkpoint), scratch_folder(run_folder))
+        # Renamed first: deleting takes a while, and half a checkpoint would be taken for a checkpoint.
+        shutil.rmtree(_set_aside(Path(checkpoint), scratch_folder(run_folder)))
 
 
 def _flush(folder: Path) -> None:
@@ -70,8 +72,8 @@ def _flush(folder: Path) -> None:
                 os.fsync(opened.fileno())
 
 
-def _remove(folder: Path, scratch: Path) -> None:
-    # Renamed first: deleting takes a while, and half a checkpoint would be taken for a checkpoint.
+def _set_aside(folder: Path, scratch: Path) -> Path:
+    """Moves a folder into the scratch folder, to be deleted there."""
     removed = scratch / f"removed-{folder.name}"
     os.rename(folder, removed)
-    shutil.rmtree(removed)
+    return removed
