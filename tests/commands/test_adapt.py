@@ -59,7 +59,7 @@ def test_a_drafter_is_adapted(workplace, tmp_path, capsys, method):
     text = capsys.readouterr().out
     assert "3 held-out prompts" in text and str(output) in text
     report = json.loads((output / "adapt.json").read_text())
-    assert report.keys() == {"before", "after"} and report["after"]["final_tau"] >= 0
+    assert report.keys() == {"before", "after", "prompts", "drafter"} and report["after"]["final_tau"] >= 0
 
     old, new = AutoDrafter.from_pretrained(tmp_path / "old"), AutoDrafter.from_pretrained(output)
     assert any(not torch.equal(a, b) for a, b in zip(old.parameters(), new.parameters()))
@@ -112,3 +112,14 @@ def test_refusals(workplace, tmp_path, capsys):
     assert "`limit` is 3" in capsys.readouterr().err
     assert entry.main(words(workplace, tmp_path / "old", tmp_path / "new", data=tmp_path / "missing.jsonl")) == 1
     assert "missing.jsonl" in capsys.readouterr().err
+
+
+def test_another_drafter_is_not_continued(workplace, tmp_path, capsys):
+    DRAFTERS["falcon"]().save_pretrained(tmp_path / "old")
+    other = DRAFTERS["falcon"]()
+    torch.nn.init.ones_(next(each for each in other.parameters() if each.dim() == 2))
+    other.save_pretrained(tmp_path / "other")
+    given = {"num_train_epochs": 1}
+    assert entry.main(words(workplace, tmp_path / "old", tmp_path / "new", **given)) == 0
+    assert entry.main(words(workplace, tmp_path / "other", tmp_path / "new", **given)) == 1
+    assert "where another drafter is adapted" in capsys.readouterr().err

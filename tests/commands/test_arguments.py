@@ -239,3 +239,31 @@ def test_interrupted_generation_ends_its_line(saved, capsys, monkeypatch):
     captured = capsys.readouterr()
     assert captured.out.endswith("\n") and captured.out.strip()
     assert captured.err.splitlines()[-1].startswith("[stopped: 2 tokens, ")
+
+
+def test_a_target_whose_weights_are_damaged(capsys, tmp_path):
+    tiny_target().save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:5000])
+    capsys.readouterr()
+    words = ["--target", str(tmp_path), "--drafter", "lookup", "--prompt", "a", "--dtype", "float32"]
+    assert entry.main(["generate", *words]) == 1
+    error = capsys.readouterr().err
+    assert f"`target` is '{tmp_path}', with a damaged file of weights" in error and error.count("\n") == 1
+
+
+def test_a_template_that_refuses_a_message(capsys, tmp_path):
+    tiny_target().save_pretrained(tmp_path)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = "{{ raise_exception('System role not supported') }}"
+    tokenizer.save_pretrained(tmp_path)
+    words = ["--target", str(tmp_path), "--drafter", "lookup", "--prompt", "a", "--dtype", "float32"]
+    assert entry.main(["generate", *words]) == 1
+    assert "chat template refuses the messages: System role not supported" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["evaluate", "doctor"])
+def test_files_of_the_same_name(capsys, command):
+    assert entry.main([command, "--data", "one/test.jsonl", "other/test.jsonl"]) == 1
+    assert "two files have the same name" in capsys.readouterr().err

@@ -74,3 +74,6 @@ def test_refusals(folders, tmp_path, capsys):
     words = ["export", str(folders / "drafter"), str(tmp_path / "out"), "--target", str(tmp_path / "target")]
     assert entry.main(words) == 1
     assert "`architectures`" in capsys.readouterr().err and not (tmp_path / "out").exists()
+    (tmp_path / "file").write_text("")
+    assert entry.main(["export", str(folders / "drafter"), str(tmp_path / "file")]) == 1
+    assert "`output` is" in capsys.readouterr().err

@@ -292,6 +292,12 @@ def test_rounds_of_turns_resume_to_the_same_bytes(arguments, target, tmp_path, m
     other = write_data(tmp_path / "other.jsonl", [*records[:-1], [*records[-1][:-1], user("w4")]])
     with pytest.raises(ValueError, match="`texts_sha256` was"):
         prepare(arguments(**{**options, "data": other}), *target)
+    # And neither is what is excluded of them, or how a template writes them.
+    (tmp_path / "excluded.jsonl").write_text('{"turns": ["a b c d e f g h"]}')
+    with pytest.raises(ValueError, match="`exclude_sha256` was"):
+        prepare(arguments(**options, exclude=[str(tmp_path / "excluded.jsonl")]), *target)
+    with pytest.raises(ValueError, match="`chat_template_kwargs` was {}, now"):
+        prepare(arguments(**options, chat_template_kwargs={"deep": True}), *target)
     found = prepare(arguments(**options), *target)
     assert found.tokens.tolist() == whole.tokens.tolist()
     before = os.stat(arguments().output).st_mtime_ns
@@ -689,3 +695,11 @@ def test_kill_9_under_accelerate(arguments, target, tmp_path):
     assert start(launch).wait() == 0
     assert output.read_bytes() == (tmp_path / "whole").read_bytes()
     assert not list(tmp_path.glob("out.*"))
+
+
+def test_prompts_to_exclude_may_have_any_text(arguments, target, tmp_path):
+    text = "one two three four five six seven eight"
+    lines = [json.dumps({"turns": [f"\u2028{text}\x85"]}, ensure_ascii=False), "", json.dumps({"turns": ["a"]}), ""]
+    (tmp_path / "evaluation.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    file = prepare(arguments(exclude=[str(tmp_path / "evaluation.jsonl")]), *target)
+    assert len(file) == 14

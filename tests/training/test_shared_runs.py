@@ -59,6 +59,11 @@ def shared_runs(workplace, tmp_path_factory):
             sizes = {"per_device_train_batch_size": batch, "gradient_accumulation_steps": accumulated}
             output = folder / f"{name}-{processes}-{batch}-{accumulated}"
             commands[processes].append(arguments(workplace, output, **options, **changes, **sizes))
+    for processes, batch in ((1, 8), (2, 4)):
+        # The first process computes the features, and the others find them.
+        sizes = {"per_device_train_batch_size": batch, "features_dir": folder / f"features-{processes}"}
+        output = folder / f"stored-{processes}"
+        commands[processes].append(arguments(workplace, output, **options, **LOSSES["unrolled"], **sizes))
     sizes = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     output = folder / "unrolled-fsdp"
     commands["fsdp"].append([*arguments(workplace, output, **options, **LOSSES["unrolled"], **sizes), "--fsdp"])
@@ -80,12 +85,14 @@ def shared_runs(workplace, tmp_path_factory):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "run",
-    [f"{name}-{p}-{b}-{a}" for name in LOSSES for p, b, a in SHARES[1:]] + ["unrolled-fsdp", "pieces", "pieces-fsdp"],
+    [f"{name}-{p}-{b}-{a}" for name in LOSSES for p, b, a in SHARES[1:]]
+    + ["unrolled-fsdp", "stored-2", "pieces", "pieces-fsdp"],
 )
 def test_a_step_is_the_same_however_it_is_shared(shared_runs, run):
     if run == "pieces" and CANNOT_RESUME:
         pytest.skip("transformers cannot resume several processes on CPUs")
-    names = ("unrolled-1-8-1" if run.startswith("unrolled") else "glancing-1-8-1", run)
+    alone = {"unrolled": "unrolled-1-8-1", "stored": "stored-1"}
+    names = (alone.get(run.partition("-")[0], "glancing-1-8-1"), run)
     histories = []
     for name in names:
         state = json.loads((shared_runs / name / "trainer_state.json").read_text())

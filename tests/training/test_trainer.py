@@ -352,3 +352,27 @@ def test_git_revision(tmp_path, monkeypatch):
     assert re.fullmatch("[0-9a-f]{40}-dirty", git_revision())
     monkeypatch.setenv("PATH", "")
     assert git_revision() is None
+
+
+def test_a_finished_run_is_left_as_it_is(target, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    options |= {"metric_for_best_model": "regression", "greater_is_better": False}
+    runs = [trainer(target, tmp_path, max_steps=3, **options) for _ in range(2)]
+    values, take = iter([0.0, 1.0, 1.0]), runs[0].evaluate
+    runs[0].evaluate = lambda *args, **kwargs: {**take(*args, **kwargs), "eval_regression": next(values)}
+    runs[0].train()
+    # The first checkpoint is the best.
+    runs[1].train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    best = FalconDraftModel.from_pretrained(tmp_path / "checkpoint-1")
+    for run in runs:
+        for name, tensor in best.state_dict().items():
+            assert torch.equal(run._drafter.state_dict()[name], tensor)
+
+
+def test_a_run_of_part_of_an_epoch_ends(target, tmp_path):
+    options = {"max_steps": -1, "num_train_epochs": 1.5}
+    run = trainer(target, tmp_path, **options)
+    run.train()
+    again = trainer(target, tmp_path, **options)
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == run.state.global_step == 6

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from ..checkpoint_files import name_target
+from ..checkpoint_files import name_target, weights_fingerprint
 from ..core.drafter import DraftModel, FalconDraftModel
 from ..training.dialogues import find_data
 from ..training.final_tau import decoded_tau
@@ -47,10 +47,12 @@ def adapt(
 
     Returns:
         `dict`: "before" and "after", each with "final_tau" and "final_alpha" ([`decoded_tau`]) on the held-out
-        prompts; "after" only if the training is complete.
+        prompts; "after" only if the training is complete. "prompts" is their number, "drafter" a hash of the weights
+        that adapting began with.
 
     Raises:
-        `ValueError`: if the drafter cannot draft for the target; see [`Drafter.check_target`].
+        `ValueError`: if the drafter cannot draft for the target; see [`Drafter.check_target`]. If another drafter is
+            adapted in that folder.
     """
     drafter.check_target(target)
     folder = Path(arguments.output_dir)
@@ -75,9 +77,14 @@ def adapt(
     )
     held_out = min(arguments.eval_prompts, len(data) - 1)
     prompts = [_prompt(data, index) for index in range(len(data) - held_out, len(data))]
-    report = _read_report(folder)
+    report, fingerprint = {**_read_report(folder), "prompts": held_out}, weights_fingerprint(drafter)
+    if report.get("drafter", fingerprint) != fingerprint:
+        raise ValueError(
+            f"`output_dir` is {arguments.output_dir!r}, where another drafter is adapted: repeat the first command to "
+            "continue it, or give another folder."
+        )
     if "before" not in report:
-        report["before"] = decoded_tau(target, drafter, prompts)
+        report |= {"drafter": fingerprint, "before": decoded_tau(target, drafter, prompts)}
         _write_report(folder, report)
     name_target(drafter, target)
     drafter.config.chat_template_kwargs = data.metadata.get("chat_template_kwargs", {})
@@ -153,14 +160,13 @@ def main(argv: list[str]) -> int:
     if after is None:
         print("The training is not complete: the same command resumes it.")
         return 0
-    if not before:
-        # Decoding warned why the target is decoded plainly.
-        return 0
-    print(
-        f"{arguments.eval_prompts} held-out prompts: {1 + before['final_tau']:.2f} tokens a round before, "
-        f"{1 + after['final_tau']:.2f} after (tau {before['final_tau']:.2f} and {after['final_tau']:.2f})"
-    )
-    if after["final_tau"] <= before["final_tau"]:
-        print("Nothing was gained: give more dialogues (`limit`) that are like your use, or keep the old drafter.")
+    # Empty where the target is decoded plainly; decoding warned why.
+    if before and report["prompts"]:
+        print(
+            f"{report['prompts']} held-out prompts: {1 + before['final_tau']:.2f} tokens a round before, "
+            f"{1 + after['final_tau']:.2f} after (tau {before['final_tau']:.2f} and {after['final_tau']:.2f})"
+        )
+        if after["final_tau"] <= before["final_tau"]:
+            print("Nothing was gained: give more dialogues (`limit`) that are like your use, or keep the old drafter.")
     print(f"The adapted drafter is in {arguments.output_dir}")
     return 0

@@ -4,13 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from ..bench.method_names import FALCON, METHOD_NAMES
 from ..bench.metrics import PLAIN
 from ..bench.prompts import HUB_DATA
 from ..bench.shapes import SHAPES
-from .run_arguments import CommandParser, at_least
+from .run_arguments import CommandParser, at_least, check_names
 
 DESCRIPTION = """`hf-falcon bench`: compares decoding methods on the same target, prompts and machine, in one run."""
 
@@ -99,9 +98,7 @@ class BenchArguments:
             raise ValueError(f"`scaled` is {self.scaled!r}; choose one of {', '.join(SHAPES)}.")
         if any(budget < 1 for budget in self.node_budgets):
             raise ValueError(f"`node_budgets` is {self.node_budgets}; give numbers of 1 or more.")
-        names = [Path(source).stem for source in self.data]
-        if len(set(names)) < len(names):
-            raise ValueError(f"`data` is {self.data}: two files have the same name; rename one of them.")
+        check_names(self.data)
         for place, given in enumerate(self.drafters):
             name, _, folder = given.partition("=")
             if any(other.startswith(f"{name}=") for other in self.drafters[:place]):

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from .chat_arguments import ChatArguments, parser
 from .generate import Reply, show
+from .models import encode_chat
 
 _HELP = """/help    show this list
 /clear   forget the conversation, and start again
@@ -111,9 +112,7 @@ def answer(
     arguments: ChatArguments,
 ) -> tuple[str, str]:
     """Writes the reply to a conversation. Returns the reply, up to an interrupt, and its speed and acceptance."""
-    inputs = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **arguments.variables
-    ).to(target.device)
+    inputs = encode_chat(tokenizer, messages, target.device, arguments.variables)
     with StatusLine() as status:
 
         def write(text: str) -> None:
@@ -122,7 +121,7 @@ def answer(
 
         reply = Reply(target, drafter, tokenizer, write)
         try:
-            reply.run(dict(inputs), arguments.options())
+            reply.run(inputs, arguments.options())
         except KeyboardInterrupt:
             reply.stop()
             return reply.text.strip(), f"stopped: {reply.gain}"

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from jinja2 import TemplateError
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import cached_file
 
@@ -208,7 +207,7 @@ def templates_to_try(
     given_in_training = getattr(drafter.config, "chat_template_kwargs", None)
     if tokenizer.chat_template is not None and other_variables(given_in_training, variables):
         # The drafter's files are a stranger's.
-        with suppress(ValueError, TypeError, TemplateError):
+        with suppress(ValueError, TypeError):
             trained_with = template_variables(given_in_training)
             prompts = [encode(tokenizer, text, device, trained_with) for text in texts]
             found.append(Template(f"`chat_template_kwargs` {short(trained_with)}", prompts, True))

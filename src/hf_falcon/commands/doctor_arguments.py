@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .run_arguments import CommandParser, at_least
+from .run_arguments import CommandParser, at_least, check_names
 
 DESCRIPTION = """
 `hf-falcon doctor`: why few draft tokens are accepted, with the evidence and the remedy of each cause; or, with
@@ -69,6 +69,7 @@ class DoctorArguments:
         from ..training.chat_templates import template_variables
 
         at_least(self, 1, "limit", "max_new_tokens")
+        check_names(self.data or [])
         template_variables(self.chat_template_kwargs)
         if self.temperature is not None and not self.temperature > 0:
             raise ValueError(f"`temperature` is {self.temperature}; give a number above 0, or leave it out (greedy).")

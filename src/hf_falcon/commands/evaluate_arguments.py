@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .run_arguments import CommandParser, at_least
+from .run_arguments import CommandParser, at_least, check_names
 
 DESCRIPTION = """`hf-falcon evaluate`: how many of a drafter's tokens a target accepts, on files of prompts."""
 
@@ -82,6 +82,7 @@ class EvaluateArguments:
         from ..training.chat_templates import template_variables
 
         at_least(self, 1, "limit", "max_new_tokens", "num_assistant_tokens")
+        check_names(self.data)
         template_variables(self.chat_template_kwargs)
         if self.context_bonuses == [0]:
             self.context_bonuses = []

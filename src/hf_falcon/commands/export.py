@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from torch import nn
 from transformers import GenerationConfig
 
@@ -51,6 +53,8 @@ def main(argv: list[str]) -> int:
     found = vars(parser().parse_args(argv))
     name, output = found.pop("drafter"), found.pop("output")
     arguments = ExportArguments(**found)
+    if Path(output).is_file():
+        raise ValueError(f"`output` is {output!r}, a file: give a folder.")
     drafter = AutoDrafter.from_pretrained(name, dtype=arguments.dtype)
     embedding = None
     if isinstance(drafter, Eagle3DraftModel):

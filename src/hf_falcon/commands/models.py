@@ -16,6 +16,8 @@ import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
+from jinja2 import TemplateError
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -185,6 +187,17 @@ def source_named(field: str, name_or_path: str) -> Iterator[None]:
     Raises:
         `OSError`: naming the field, the value, the reason and what to give.
     """
+    try:
+        with _place_named(field, name_or_path):
+            yield
+    except SafetensorError as error:
+        raise OSError(
+            f"`{field}` is {name_or_path!r}, with a damaged file of weights ({error}): copy or download it again."
+        ) from error
+
+
+@contextmanager
+def _place_named(field: str, name_or_path: str) -> Iterator[None]:
     if os.path.isdir(name_or_path):
         if not os.path.isfile(os.path.join(name_or_path, "config.json")):
             raise FileNotFoundError(f"`{field}` is {name_or_path!r}, a folder without `config.json`: give a model's.")
@@ -217,9 +230,27 @@ def encode(
     if tokenizer.chat_template is None:
         return dict(tokenizer(prompt, return_tensors="pt").to(device))
     message = [{"role": "user", "content": prompt}]
-    inputs = tokenizer.apply_chat_template(
-        message, add_generation_prompt=True, return_dict=True, return_tensors="pt", **(variables or {})
-    )
+    return encode_chat(tokenizer, message, device, variables)
+
+
+def encode_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    device: torch.device,
+    variables: dict[str, Any] | None = None,
+) -> dict[str, torch.Tensor]:
+    """
+    The inputs of a conversation, by the chat template with its `variables`.
+
+    Raises:
+        `ValueError`: the template refuses the messages.
+    """
+    try:
+        inputs = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **(variables or {})
+        )
+    except TemplateError as error:
+        raise ValueError(f"The target's chat template refuses the messages: {error}") from error
     return dict(inputs.to(device))
 
 

@@ -119,6 +119,13 @@ class CommandParser(argparse.ArgumentParser):
             raise ValueError(f"`{action.dest}` is {value!r}: choose one of {', '.join(map(str, action.choices))}.")
 
 
+def check_names(data: list[str]) -> None:
+    """Raises a `ValueError` if two files of `data`, whose results go by their names, have the same name."""
+    names = [Path(source).stem for source in data]
+    if len(set(names)) < len(names):
+        raise ValueError(f"`data` is {data}: two files have the same name; rename one of them.")
+
+
 def string_to_bool(text: str) -> bool:
     """
     The value of a flag that takes one.

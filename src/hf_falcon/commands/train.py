@@ -58,10 +58,12 @@ def main(argv: list[str]) -> int:
     _check_vocabulary(options.data, files, target.config.get_text_config().vocab_size)
     layers = _config(options, target).feature_layers
     stored: Features | None = None
-    if options.features_dir is not None:
-        stored = StoredFeatures(options.features_dir, target, data, layers)
-    else:
-        stored = kept_features(options.data, files, target, layers)
+    # The other processes find them complete.
+    with args.main_process_first(local=False, desc="features"):
+        if options.features_dir is not None:
+            stored = StoredFeatures(options.features_dir, target, data, layers)
+        else:
+            stored = kept_features(options.data, files, target, layers)
     # A new drafter starts from samples that are trained on: those that are held out judge it.
     drafter = _drafter(options, target, data.first(_trained_on(options, data)), stored)
     if "chat_template_kwargs" in data.metadata:

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 
 from ..checkpoint_files import weights_fingerprint
 from ..core.target_parts import FeatureTap
-from .token_file import TokenFile
+from .token_file import TokenFile, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -278,7 +278,7 @@ def save_features(path: Path, samples: dict[int, Tensor]) -> None:
 
 def record_features(folder: Path, found: dict[str, Any]) -> None:
     """Writes what a folder's features are of ([`identity`])."""
-    (folder / _MANIFEST).write_text(json.dumps(found))
+    write_atomically(folder / _MANIFEST, json.dumps(found).encode())
 
 
 def _plan_shards(data: TokenFile) -> list[list[int]]:

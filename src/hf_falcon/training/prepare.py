@@ -46,6 +46,8 @@ _CHARACTERS_AT_ONCE = 1 << 20
 # The roles that may follow a message. Many chat templates raise an error for others.
 _FOLLOW = {"user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant")}
 _UNRECORDED = -1.0
+# In the plan of later rounds; earlier versions did not record them.
+_OF_LATER_PROMPTS = ("chat_template_sha256", "chat_template_kwargs", "exclude_sha256")
 # In the folder of kept features.
 _KEPT_PLAN = "plan.json"
 # Later turns that are shorter (in characters) or begin like this mean little without the turns before them.
@@ -207,6 +209,15 @@ class _Selection:
         # The target's answers by dialogue, and the dialogue of each prompt whose answer belongs there.
         self._answers: dict[int, list[str]] = {}
         self._dialogues: dict[int, int] = {}
+
+    def later_prompts(self) -> dict[str, Any]:
+        """What the prompts of later rounds depend on, beside the target's answers, as JSON values."""
+        return {
+            "texts_sha256": self.texts.hexdigest(),
+            "chat_template_sha256": chat_template_sha256(_chat_template(self._arguments, self._tokenizer)),
+            "chat_template_kwargs": template_variables(self._arguments.chat_template_kwargs),
+            "exclude_sha256": hashlib.sha256(json.dumps(sorted(self._excluded)).encode()).hexdigest(),
+        }
 
     def check(self) -> None:
         """Refuses data of which nothing is left, or too little could be read, and says what is left out."""
@@ -465,7 +476,10 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, samples: list[_Rendered], has_
 def _read_excluded(paths: list[str]) -> set[tuple[str, ...]]:
     runs: set[tuple[str, ...]] = set()
     for path in paths:
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), start=1):
+        # Not `splitlines`, which splits inside strings, too, at separators that JSON allows there.
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+            if not line.strip():
+                continue
             try:
                 turns = parse_json(line)["turns"]
             except (ValueError, LookupError, TypeError) as error:
@@ -516,7 +530,7 @@ def _plan(arguments: PrepareArguments, model: PreTrainedModel, selection: _Selec
     if arguments.turns == "all" and arguments.responses == "target":
         plan["history"] = arguments.history
         if selection.has_rounds:
-            plan["texts_sha256"] = selection.texts.hexdigest()
+            plan |= selection.later_prompts()
     # Converted to JSON and back, so that it equals a plan that is read from a file.
     return json.loads(json.dumps(plan, default=str))
 
@@ -527,6 +541,8 @@ def _refuse_other_plan(path: Path, found: dict[str, Any], plan: dict[str, Any]) 
     if "history" in plan and found["turns"] == "all":
         # So did those before `history`, which had none.
         found = {"history": "none", **found}
+    if "texts_sha256" in found:
+        found = {**{name: plan[name] for name in _OF_LATER_PROMPTS if name in plan}, **found}
     if found != plan:
         names = sorted(name for name in found.keys() | plan.keys() if found.get(name) != plan.get(name))
         differences = "; ".join(f"`{name}` was {found.get(name)!r}, now {plan.get(name)!r}" for name in names)
