@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, GenerationConfig, LogitsProcessor, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .core.hook import private_name
 
@@ -40,14 +41,14 @@ def allowed_tokens_function(processor: LogitsProcessor) -> Callable[[int, Tensor
 
 def beams_of(processor: LogitsProcessor) -> int:
     """
-    By how many rows of a prompt such a processor divides the number of a row; 1 if transformers keeps no such number.
+    How many rows each prompt has for such a processor; 1 if transformers keeps no such number.
     """
     return getattr(processor, "_num_beams", 1)
 
 
 def attention_function(name: str | None) -> Any:
     """The attention function of a name, or `None`; transformers' own where this package has replaced it meanwhile."""
-    found = AttentionInterface().get(name)
+    found = ALL_ATTENTION_FUNCTIONS.get(name)
     is_ours = str(getattr(found, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
     return sdpa_attention_forward if is_ours else found
 

@@ -361,6 +361,8 @@ def test_a_fork_leaves_the_build_to_its_parent(models, builder):
                 time.sleep(600)
             finally:
                 os._exit(0)
+        # If the fork dies, nothing can be read.
+        os.close(question)
         try:
             assert os.read(answer, 3) == b"yes"
             assert status_of(builder_pid) == psutil.STATUS_STOPPED
@@ -371,7 +373,6 @@ def test_a_fork_leaves_the_build_to_its_parent(models, builder):
             os.kill(fork, signal.SIGKILL)
             os.waitpid(fork, 0)
             os.close(answer)
-            os.close(question)
 
 
 def test_a_build_ends_with_its_target(models, builder, tmp_path):

@@ -446,3 +446,21 @@ def test_no_weight_stays_when_rounds_are_uncompiled(backend):
     rounds._compiled[4] = code
     hf_falcon.uncompile_rounds(target)
     assert not rounds._weights._weights and not rounds._weights._lent and not code._bound
+
+
+def test_a_layer_in_another_ones_place_is_compiled_for(backend):
+    target, tokens = new_target("llama"), prompt(9)
+    hf_falcon.compile_rounds(target, (4,), compiled_by(backend))
+    target.model.layers[0] = copy.deepcopy(target.model.layers[0])
+    assert compiled_rounds_of(target) is None
+    assert hf_falcon.compile_rounds(target, (4,), compiled_by(backend)) == [4]
+    assert generate(target, tokens, drafter_of(target)) == generate(target, tokens)
+
+
+def test_hooks_of_other_threads_stay_while_rounds_are_compiled(target):
+    seen = []
+    handle = target.model.register_forward_hook(lambda *_: seen.append(1))
+    with compiled_rounds._without_hooks(target.model):
+        target(prompt(3))
+        handle.remove()
+    assert seen == [1] and not target.model._forward_hooks

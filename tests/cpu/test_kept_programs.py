@@ -3,6 +3,7 @@
 
 import concurrent.futures
 import copy
+import functools
 import importlib
 import json
 import os
@@ -348,8 +349,21 @@ def test_code_that_was_replaced_is_other_code(monkeypatch):
     module = importlib.import_module(type(target).__module__)
     names = [shelf_of(target).name]
     stock = module.LlamaMLP.forward
+
+    def scaled(factor):
+        return lambda self, x: stock(self, x) * factor
+
     for owner, name, value in (
         (module.LlamaMLP, "forward", lambda self, x: stock(self, x) * 0.5),
+        (module.LlamaMLP, "forward", lambda x, self: stock(self, x) * 0.5),
+        (module.LlamaMLP, "forward", scaled(0.5)),
+        (module.LlamaMLP, "forward", scaled(0.25)),
+        (module.LlamaMLP, "forward", lambda self, x, factor=0.5: stock(self, x) * factor),
+        (module.LlamaMLP, "forward", lambda self, x, factor=0.25: stock(self, x) * factor),
+        (module.LlamaMLP, "forward", functools.partialmethod(scaled(0.125))),
+        (module, "rotate_half", functools.lru_cache(lambda x: x)),
+        (module, "rotate_half", functools.partial(lambda factor, x: factor * x, 3)),
+        (module, "rotate_half", functools.partial(lambda factor, x: factor * x, 4)),
         (module, "apply_rotary_pos_emb", lambda q, k, *args, **kwargs: (q, k)),
         (module, "rotate_half", lambda x: -x),
     ):
@@ -362,11 +376,56 @@ def test_code_that_was_replaced_is_other_code(monkeypatch):
         names.append(shelf_of(target).name)
     finally:
         AttentionInterface.register("sdpa", attention)
-    assert len(set(names)) == len(names) == 5 and shelf_of(target).name == names[0]
+    assert len(set(names)) == len(names) == 14 and shelf_of(target).name == names[0]
 
 
+@pytest.mark.slow
 def test_code_is_the_same_in_another_process():
     script = "from hf_falcon.cpu.kept_programs import shelf_of; from tiny_models import new_target; "
     script += "print(shelf_of(new_target('llama')).name)"
     found = {run_script(script, PYTHONHASHSEED=str(seed)).stdout for seed in (1, 2)}
     assert found == {f"{shelf_of(new_target('llama')).name}\n"}
+
+
+_FREED = """
+import gc, weakref
+import hf_falcon
+from counting_compiler import generate
+from hf_falcon.cpu import compiling
+from hf_falcon.cpu.compiled_rounds import compiled
+from tiny_models import SAME_EVERY_ROUND, new_drafter, new_target, prompt
+compiling._takes_less = lambda *args: True
+target, tokens = new_target("llama"), prompt(9)
+drafter, plain = new_drafter(target).eval(), generate(target, tokens)
+drafter.generation_config.update(**{**SAME_EVERY_ROUND, "num_assistant_tokens": 3})
+hf_falcon.compile_rounds(target, (4,), drafter=drafter)
+assert drafter in compiled[target].passes
+
+class Ends:
+    tokens = 0
+
+    def put(self, value):
+        # As another thread may.
+        self.tokens += 1
+        if self.tokens == 6:
+            hf_falcon.uncompile_rounds(target)
+
+    def end(self):
+        pass
+
+assert generate(target, tokens, drafter, streamer=Ends()) == plain
+hf_falcon.compile_rounds(target, (4,), drafter=drafter)
+assert generate(target, tokens, drafter) == plain
+models = weakref.ref(target), weakref.ref(drafter)
+del target, drafter
+gc.collect()
+assert [each() for each in models] == [None, None]
+"""
+
+
+@pytest.mark.slow
+@needs_owner
+@needs_compiler
+def test_passes_end_with_a_call_or_with_their_models(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
+    run_script(_FREED)

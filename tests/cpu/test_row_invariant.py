@@ -390,6 +390,11 @@ def test_a_copy_takes_what_an_ordinary_model_takes(monkeypatch):
         assert own_forward(target.lm_head) is not None and own_forward(other.lm_head) is None
     with hf_falcon.row_invariant(other):
         assert isinstance(vars(other.lm_head)["forward"], FilledForward)
+    # Not every processor packs weights in bfloat16.
+    hf_falcon.pack_weights(other.float())
+    assert isinstance(other.lm_head, PackedLinear) and "forward" not in vars(other.lm_head)
+    hf_falcon.compile_rounds(other, (4,), compiled_by(Backend()))
+    hf_falcon.unpack_weights(other)
     # A forward of another layer is none of its own.
     vars(other.lm_head)["forward"] = torch.nn.Linear.forward.__get__(target.lm_head)
     assert own_forward(other.lm_head) is not None

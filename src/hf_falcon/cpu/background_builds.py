@@ -137,9 +137,11 @@ class BackgroundBuild:
             start_new_session=True,
         ) as guard:
             assert guard.stdin is not None and guard.stdout is not None and guard.stderr is not None
+            with _changed:
+                self._input = guard.stdin
             number = guard.stdout.readline()
             with _changed:
-                self._group, self._input = int(number) if number else None, guard.stdin
+                self._group = int(number) if number else None
                 if _calls:
                     self.signal(signal.SIGSTOP)
                 if self._is_ended:
@@ -261,8 +263,9 @@ def _forget_builds() -> None:
     global _changed, _starting, _calls
     # Their locks are as they were in some thread of the parent.
     _changed, _starting, _calls = threading.Condition(), threading.Lock(), 0
-    for build in list(_builds.values()):
+    for target, build in list(_builds.items()):
         build.disown()
+        undo_decline(target)
     _builds.clear()
 
 
@@ -288,7 +291,8 @@ def _paused_builds(drafter: Any, target: PreTrainedModel) -> Iterator[None]:
         yield
     finally:
         with _changed:
-            _calls -= 1
+            # A fork begins with none.
+            _calls = max(0, _calls - 1)
             if _calls == 0:
                 for build in list(_builds.values()):
                     build.signal(signal.SIGCONT)
@@ -317,4 +321,6 @@ def _state(model: Any) -> dict[str, Any]:
 
 def _command(request: dict[str, Any]) -> list[str]:
     """The command line of the builder."""
-    return [sys.executable, "-c", _BUILDER, str(Path(__file__).parents[2]), json.dumps(request)]
+    # Docstrings and assertions are code, too.
+    optimize = [f"-{'O' * sys.flags.optimize}"] if sys.flags.optimize else []
+    return [sys.executable, *optimize, "-c", _BUILDER, str(Path(__file__).parents[2]), json.dumps(request)]

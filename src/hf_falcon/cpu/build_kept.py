@@ -36,8 +36,8 @@ def build(request: dict[str, Any]) -> None:
     target = _target(request["target"])
     if shelf_of(target).name != request["state"]:
         raise ValueError(
-            f"the model in {request['target']['name']} is not the target as it is: its configuration or its classes "
-            "were changed. Call `hf_falcon.compile_rounds(target)`."
+            f"the model in {request['target']['name']} is not the target as it is: its configuration, classes or "
+            "functions were changed. Call `hf_falcon.compile_rounds(target)`."
         )
     compile_rounds(target, drafter=_drafter(request["drafter"], target) if "drafter" in request else None)
     offer_rounds(target)

@@ -6,23 +6,26 @@ process, in a class or in the module of Python that a forward is in, gives anoth
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from types import CodeType, FunctionType
+from types import CodeType, FunctionType, MethodType
 from typing import Any
 
-# Packages whose versions say what is in them; nobody replaces single functions there.
+# Packages whose versions say what is in them.
 _KNOWN = ("builtins", "torch", __name__.partition(".")[0])
 
 
 def code_digest(classes: Iterable[type], functions: Iterable[object] = ()) -> str:
     """
-    A digest of the methods of some classes and of other functions, and of all functions that these name. It is the
-    same in all processes of one version of Python.
+    A digest of the methods of some classes and of other functions, of what these were closed over, and of all
+    functions that they name. It is the same in all processes of one version of Python.
+
+    Functions of torch are left out, and what code reads elsewhere: in tables, or in modules (`module.function`).
     """
-    seen: dict[FunctionType, None] = {}
-    for kind in sorted(classes, key=lambda each: (each.__module__, each.__qualname__)):
+    seen: set[Any] = set()
+    for kind in classes:
         for owner in kind.__mro__:
             if not _is_known(owner):
                 _add(vars(owner).values(), seen)
@@ -30,20 +33,41 @@ def code_digest(classes: Iterable[type], functions: Iterable[object] = ()) -> st
     return hashlib.sha256("".join(sorted(map(_text, seen))).encode()).hexdigest()[:32]
 
 
-def _add(values: Iterable[Any], seen: dict[FunctionType, None]) -> None:
-    """Adds the functions among some values, and those that they name."""
+def _add(values: Iterable[Any], seen: set[Any]) -> None:
+    """Adds the functions and partial functions among some values, and all that these name."""
     for value in values:
-        if isinstance(value, (staticmethod, classmethod)):
-            value = value.__func__
-        if isinstance(value, FunctionType) and value not in seen and not _is_known(value):
-            seen[value] = None
-            _add(_named(value), seen)
+        if isinstance(value, functools.partial) or (isinstance(value, FunctionType) and not _is_known(value)):
+            if value not in seen:
+                seen.add(value)
+                _add(_named(value), seen)
+        else:
+            _add(_inside(value), seen)
 
 
-def _named(function: FunctionType) -> Iterator[Any]:
-    """What a function may call: globals by their names, and what it was closed over, as a decorator's is."""
-    for code in _codes(function.__code__):
-        yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
+def _inside(value: Any) -> Iterator[Any]:
+    """The functions that another object calls."""
+    if isinstance(value, (staticmethod, classmethod, MethodType)):
+        yield value.__func__
+    elif isinstance(value, property):
+        yield value.fget
+    elif isinstance(value, functools._lru_cache_wrapper):
+        yield value.__wrapped__
+
+
+def _named(function: Any) -> Iterator[Any]:
+    """What a function may call: globals by their names, what it was closed over, as a decorator's is, and defaults."""
+    if isinstance(function, FunctionType):
+        for code in _codes(function.__code__):
+            yield from (function.__globals__[name] for name in code.co_names if name in function.__globals__)
+    yield from _held(function)
+
+
+def _held(function: Any) -> Iterator[Any]:
+    if isinstance(function, functools.partial):
+        yield from (function.func, *function.args, *function.keywords.values())
+        return
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
     for cell in function.__closure__ or ():
         # A cell may be empty.
         with suppress(ValueError):
@@ -57,16 +81,28 @@ def _codes(code: CodeType) -> Iterator[CodeType]:
             yield from _codes(each)
 
 
-def _text(function: FunctionType) -> str:
-    parts = [(code.co_code, code.co_names, *map(_constant, code.co_consts)) for code in _codes(function.__code__)]
-    return f"{function.__module__}.{function.__qualname__} {parts}\n"
+def _text(function: Any) -> str:
+    held = [*map(_constant, _held(function))]
+    if isinstance(function, functools.partial):
+        return f"partial {held}\n"
+    parts = [
+        (
+            each.co_code,
+            (each.co_names, each.co_varnames, each.co_freevars, each.co_cellvars),
+            (each.co_argcount, each.co_posonlyargcount, each.co_kwonlyargcount, each.co_flags),
+            *map(_constant, each.co_consts),
+        )
+        for each in _codes(function.__code__)
+    ]
+    return f"{function.__module__}.{function.__qualname__} {parts} {held}\n"
 
 
 def _constant(value: object) -> object:
-    if isinstance(value, CodeType):
-        return value.co_name
-    # The order of a set of texts is another one in each process.
-    return sorted(map(repr, value)) if isinstance(value, frozenset) else value
+    # The order of a set of texts is another one in each process, and so are the addresses of objects.
+    if isinstance(value, (frozenset, tuple)):
+        found = [repr(_constant(each)) for each in value]
+        return sorted(found) if isinstance(value, frozenset) else found
+    return value if isinstance(value, (bool, int, float, complex, str, bytes, type(None))) else type(value).__name__
 
 
 def _is_known(value: Any) -> bool:

@@ -81,11 +81,13 @@ def ordinary_linear(state: Mapping[str, Any]) -> tuple[Any, ...]:
 def own_forward(module: nn.Module) -> Any:
     """
     The forward of a module that is not its class's, or `None`. A copy that was made while the module had one for
-    rounds has its class's forward as an attribute.
+    rounds has its class's forward as an attribute, which is removed: it would hide the forward of a later class.
     """
     forward = vars(module).get("forward")
-    whose = getattr(forward, "__func__", None), getattr(forward, "__self__", None)
-    return None if whose == (type(module).forward, module) else forward
+    if (getattr(forward, "__func__", None), getattr(forward, "__self__", None)) != (type(module).forward, module):
+        return forward
+    vars(module).pop("forward", None)
+    return None
 
 
 class WeightMark:

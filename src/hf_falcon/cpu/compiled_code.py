@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -69,9 +70,10 @@ class BuiltCode:
         self._function, self._shelf, self._name = function, shelf, name
         # By the kind of module.
         self._programs: dict[str, Program] = {}
-        self._kinds: dict[nn.Module, str] = {}
+        # Weak, as the modules are of models that the code is kept for.
+        self._kinds: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         # The programs of modules, and the modules' tensors of now.
-        self._bound: dict[nn.Module, tuple[Program, list[Tensor]]] = {}
+        self._bound: weakref.WeakKeyDictionary[nn.Module, tuple[Program, list[Tensor]]] = weakref.WeakKeyDictionary()
         # Arguments of the first calls, while code is compiled.
         self._examples: dict[nn.Module, tuple[tuple[Any, ...], dict[str, Any]]] | None = None
         self._check: Callable[[Any, Any], None] | None = None
@@ -128,7 +130,7 @@ class BuiltCode:
 
     def bind(self) -> bool:
         """Takes the current tensors of all modules; returns whether the programs can read them."""
-        bound = {}
+        bound: weakref.WeakKeyDictionary[nn.Module, tuple[Program, list[Tensor]]] = weakref.WeakKeyDictionary()
         for module, kind in self._kinds.items():
             program, own = self._programs.get(kind), [container[key] for container, key in leaves(module)]
             if program is None or not program.suits(own):
@@ -139,7 +141,7 @@ class BuiltCode:
 
     def unbind(self) -> None:
         """Undoes `bind`: the tensors can be freed."""
-        self._bound = {}
+        self._bound = weakref.WeakKeyDictionary()
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         assert self._examples is not None

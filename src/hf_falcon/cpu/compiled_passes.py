@@ -126,12 +126,13 @@ class CompiledPasses:
             self._logits = BuiltCode(self._logits_of, self.shelf, f"logits-{self.rows}")
 
     def _logits_of(self, linear: nn.Linear, rows: Tensor) -> Tensor:
-        assert self.head is not None and self.head.linear is linear
-        return _logits(self.head.plain, rows)
+        return _logits(self._plain, rows)
 
     def take(self, drafter: Any, target: PreTrainedModel) -> CompiledHead:
         """Prepares the current weights of a drafter and of its head, which may be the target's."""
         self.head = head = CompiledHead(drafter, target, self)
+        # A call that runs when the passes are dropped goes on with it.
+        self._plain = head.plain
         if head.vocab_ids is not None:
             # A copy of some of the target's rows, or the drafter's own.
             keep_in_huge_pages(head.linear)
@@ -191,10 +192,11 @@ class CompiledPasses:
         return predicted[:, :count]
 
     def logits(self, head: Any, states: Tensor) -> Tensor | None:
-        """See [`DraftHead.logits`]; of shape `(rows, draft_vocab_size)`, or `None` for too many rows."""
+        """See [`DraftHead.logits`]; of shape `(rows, draft_vocab_size)`. `None` for too many rows, or another head."""
         rows = states.reshape(-1, states.shape[-1])
         missing = self.rows - rows.shape[0]
-        if missing < 0:
+        current = self.head
+        if missing < 0 or current is None or current.plain is not head:
             return None
         with self._weights.lent():
             rows_or_more = F.pad(rows, (0, 0, 0, missing))

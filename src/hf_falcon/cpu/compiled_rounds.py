@@ -416,16 +416,20 @@ def _plain_layer(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _without_hooks(decoder: nn.Module) -> Iterator[None]:
-    """Inside, no module of the decoder has hooks: `torch.compile` cannot read transformers' own; see [`_acts`]."""
+    """
+    Inside, no module of the decoder has transformers' own hooks, which `torch.compile` cannot read; see [`_acts`].
+    Hooks of calls in other threads stay.
+    """
     hooks = [module._forward_hooks for module in decoder.modules()]
-    kept = [each.copy() for each in hooks]
-    for each in hooks:
-        each.clear()
+    taken = [{number: hook for number, hook in each.items() if not _acts(hook)} for each in hooks]
+    for each, own in zip(hooks, taken):
+        for number in own:
+            del each[number]
     try:
         yield
     finally:
-        for each, before in zip(hooks, kept):
-            each.update(before)
+        for each, own in zip(hooks, taken):
+            each.update(own)
 
 
 def _hooks(module: nn.Module) -> Iterator[Callable[..., Any]]:

@@ -48,7 +48,7 @@ _TURNS, _TRIES = 5, 3
 _TEXTS = 8
 # The greatest difference of logits, relative to the greatest logit, that rounding explains.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-# All compiled rounds of each target, by packing, dtype, device, configuration and the kinds of its layers.
+# All compiled rounds of each target, by packing, dtype, device, configuration and layers.
 _made: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], CompiledRounds]]
 _made = weakref.WeakKeyDictionary()
 
@@ -104,8 +104,9 @@ def compile_rounds(
     graphs = captures_graphs(target.device)
     config = compile_config or CompileConfig(mode="reduce-overhead" if graphs else "default")
     # A caller that packs weights and compiles around every call compiles in the first call only.
-    kinds = map(kind_of, decoder_layers(target))
-    state = is_packed(target), is_row_invariant(target), target.dtype, target.device, repr(config), *kinds
+    layers = decoder_layers(target)
+    state = is_packed(target), is_row_invariant(target), target.dtype, target.device, repr(config)
+    state = *state, *map(id, layers), *map(kind_of, layers)
     made = _made.setdefault(target, {})
     if state not in made:
         made[state] = CompiledRounds(target, config, shelf_of(target) if _can_be_built(target, config) else None)
@@ -120,7 +121,11 @@ def compile_rounds(
     if not rounds.sizes:
         logger.warning_once(f"Compiled rounds of {sizes} tokens are not faster on this machine: none are used.")
     if isinstance(drafter, CompilableDrafter):
-        _compile_passes(rounds, target, drafter, config)
+        try:
+            _compile_passes(rounds, target, drafter, config)
+        except BaseException:
+            rounds.drop_weights()
+            raise
     elif drafter is not None and getattr(drafter, "max_draft_passes", None) != 0:
         logger.warning_once(
             f"The draft passes of a {type(drafter).__name__} cannot be compiled: they run as they are."

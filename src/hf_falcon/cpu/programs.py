@@ -24,7 +24,7 @@ from .packing import PackedLinear
 # another.
 _LONGEST_CONSTANT = 1
 # Attributes in which modules of one kind may differ. A cache that a layer gets in a round does not read the number.
-_NOT_OF_A_KIND = ("training", "layer_idx")
+_NOT_OF_A_KIND = ("training", "layer_idx", "gradient_checkpointing")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
@@ -79,7 +79,9 @@ def traits_of(module: nn.Module) -> list[object]:
     for path, part in module.named_modules():
         # Linear layers change their classes in rounds.
         kind = nn.Linear if isinstance(part, nn.Linear) else type(part)
-        own = {name: value for name, value in vars(part).items() if name[:1] != "_" and name not in _NOT_OF_A_KIND}
+        own = {
+            name: value for name, value in vars(part).copy().items() if name[:1] != "_" and name not in _NOT_OF_A_KIND
+        }
         plain = sorted((name, value) for name, value in own.items() if _is_plain(value))
         found += (path, kind.__module__, kind.__qualname__, plain)
     return found

@@ -202,7 +202,7 @@ def row_invariant_sdpa(
 
 def _in_float64(states: Tensor, name: str) -> Tensor:
     """Keys or values in float64, valid until the thread asks for these of another layer."""
-    if states.device.type != "cpu" or torch.compiler.is_compiling() or states.requires_grad:
+    if states.device.type != "cpu" or torch.compiler.is_compiling() or torch.is_grad_enabled():
         return states.double()
     key, size = (threading.get_ident(), name), states.numel()
     buffer = _wide.get(key)
