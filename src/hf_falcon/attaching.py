@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ Loader = Callable[[str, torch.dtype], Any]
 _loaders: list[Loader] = [load_by_name]
 # The attached drafter of each target, and the one that it loaded last by its name. They are freed with the target.
 _attached: weakref.WeakKeyDictionary[PreTrainedModel, Any] = weakref.WeakKeyDictionary()
+_loading = threading.RLock()
 _loaded: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = weakref.WeakKeyDictionary()
 
 
@@ -202,15 +204,17 @@ def _load(target: PreTrainedModel, name: str | os.PathLike[str]) -> Any:
     config_file = Path(name, "config.json")
     saved = config_file.stat().st_mtime_ns if config_file.is_file() else None
     wanted = (str(name), saved, target.dtype, target.device)
-    known, drafter = _loaded.get(target, (None, None))
-    if drafter is not None and known == wanted:
+    # One thread at a time: transformers replaces functions of its own while it loads.
+    with _loading:
+        known, drafter = _loaded.get(target, (None, None))
+        if drafter is not None and known == wanted:
+            return drafter
+        # Parameters that are made in inference mode could not be used outside it.
+        with torch.inference_mode(False):
+            found = (load(str(name), target.dtype) for load in _loaders)
+            drafter = MtpDrafter(target) if name == MTP else next((each for each in found if each is not None), None)
+            if drafter is None:
+                return name
+            drafter = drafter.to(target.device).eval()
+        _loaded[target] = (wanted, drafter)
         return drafter
-    # Parameters that are made in inference mode could not be used outside it.
-    with torch.inference_mode(False):
-        found = (load(str(name), target.dtype) for load in _loaders)
-        drafter = MtpDrafter(target) if name == MTP else next((each for each in found if each is not None), None)
-        if drafter is None:
-            return name
-        drafter = drafter.to(target.device).eval()
-    _loaded[target] = (wanted, drafter)
-    return drafter

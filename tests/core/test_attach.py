@@ -1,11 +1,13 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """An attached drafter: calls that it drafts for, calls that run as without it, and what it is attached to."""
 
+import concurrent.futures
 import copy
 import gc
 import importlib.util
 import io
 import threading
+import time
 import weakref
 
 import pytest
@@ -23,7 +25,7 @@ from transformers import (
 from utilities import edit, load_model
 
 import hf_falcon
-from hf_falcon import FalconDraftModel
+from hf_falcon import FalconDraftModel, attaching
 from hf_falcon.core import hook
 
 SAMPLED = {"do_sample": True, "top_k": 0}
@@ -281,3 +283,19 @@ def test_all_copies_of_the_hook_share_what_is_attached(target, drafted, monkeypa
     generate(target)
     assert len(drafted) == 1
     assert other._finders is hook._finders
+
+
+def test_threads_load_a_drafter_by_name_once(tmp_path, monkeypatch):
+    target, loaded = new_target("llama"), []
+    tiny_drafter(target).save_pretrained(tmp_path)
+
+    def load(name, dtype):
+        loaded.append(name)
+        # As long as another thread needs to come here.
+        time.sleep(0.05)
+        return hf_falcon.FalconDraftModel.from_pretrained(name, dtype=dtype)
+
+    monkeypatch.setattr(attaching, "_loaders", [load])
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: generate(target, assistant_model=str(tmp_path)).tolist(), range(4)))
+    assert loaded == [str(tmp_path)] and found == 4 * [generate(target).tolist()]

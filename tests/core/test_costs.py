@@ -1,6 +1,9 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """What a round costs: a prior, and what the rounds show."""
 
+import sys
+import threading
+
 import pytest
 from oracle import FreeDrafting
 from tiny_models import TARGETS, prompt, tiny_drafter, tiny_target
@@ -202,3 +205,25 @@ def test_the_prompts_commit_is_no_rounds(tmp_path, monkeypatch):
     drafter = tiny_drafter(target, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=6)
     target.generate(prompt(40), assistant_model=drafter, max_new_tokens=12, do_sample=False)
     assert len(seen) > 2 and seen[0] is None and all(seconds > 0 for seconds in seen[1:])
+
+
+def test_threads_share_costs():
+    costs, errors = Costs({0: 1.0, 8: 2.0, 63: 9.0}), []
+
+    def observe(first):
+        try:
+            for step in range(3000):
+                costs.observe_target(1, 0.01)
+                costs.observe_target(2 + (7 * step + first) % 60, 0.02)
+        except Exception as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=observe, args=(number,)) for number in range(4)]
+        [thread.start() for thread in threads]
+        [thread.join() for thread in threads]
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors

@@ -6,6 +6,7 @@ import logging
 import pytest
 import torch
 from tiny_models import VOCAB, new_drafter, new_target, random_tokens
+from transformers import AutoConfig, AutoModelForCausalLM
 from utilities import close
 
 from hf_falcon import FalconCandidateGenerator
@@ -15,10 +16,22 @@ from hf_falcon.core.draft_session import TargetHead
 from hf_falcon.drafters import falcon_files
 from hf_falcon.training.features import target_features
 
+OTHERS = {
+    # A multiplier, where Granite has a divisor of the same name.
+    "hyperclovax": {"logits_scaling": 0.25, "head_dim": 8},
+    "falcon_h1": {"lm_head_multiplier": 3.0, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8},
+}
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2", "granite", "cohere", "gpt2", "opt"])
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "granite", "cohere", "gpt2", "opt", *OTHERS])
 def test_the_target_head_gives_the_targets_logits(kind):
-    target = new_target(kind, **({"final_logit_softcapping": 3.0} if kind == "gemma2" else {}))
+    if kind in OTHERS:
+        sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+        sizes |= {"vocab_size": VOCAB, "num_key_value_heads": 2, "tie_word_embeddings": False}
+        config = AutoConfig.for_model(kind, **sizes, **OTHERS[kind])
+        target = AutoModelForCausalLM.from_config(config).eval()
+    else:
+        target = new_target(kind, **({"final_logit_softcapping": 3.0} if kind == "gemma2" else {}))
     tokens = random_tokens(2, 9)
     features = target_features(target, tokens, torch.ones_like(tokens, dtype=torch.bool))
     with torch.no_grad():

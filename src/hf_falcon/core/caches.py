@@ -19,8 +19,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer, St
 
 from .tree import to_device
 
-# Spare slots of a buffer that grows: this many, or this share of the slots in use. Growing copies the buffer, which
-# takes far less time than attending to it as often.
+# Spare slots of a buffer that grows: this many, or this share of the slots in use. Growing copies the buffer.
 _SPARE, _SPARE_SHARE = 128, 16
 # Static slots are a multiple of this number, so that calls of similar lengths have the same shapes.
 STATIC_SLOTS = 512

@@ -194,10 +194,13 @@ class FalconDraftConfig(PreTrainedConfig):
 
 
 def logit_processing(config: PreTrainedConfig) -> tuple[float, float | None]:
-    """The factor of a target's logits (Cohere's `logit_scale`, Granite's 1 / `logits_scaling`), and their soft cap."""
+    """The factor of a target's logits, such as Cohere's `logit_scale`, and their soft cap."""
     text_config = config.get_text_config(decoder=True)
-    scaling = field_of(text_config, "logits_scaling")
-    scale = 1.0 / scaling if scaling else field_of(text_config, "logit_scale") or 1.0
+    scaling = field_of(text_config, "logits_scaling") or 1.0
+    # HyperCLOVA X multiplies by what Granite divides by.
+    scale = scaling if text_config.model_type.startswith("hyperclovax") else 1.0 / scaling
+    for name in ("logit_scale", "lm_head_multiplier"):
+        scale *= field_of(text_config, name) or 1.0
     return scale, field_of(text_config, "final_logit_softcapping")
 
 

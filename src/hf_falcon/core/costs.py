@@ -24,9 +24,8 @@ from .interfaces import part
 
 # Timings that a cost is estimated from, and that the prior counts for; rounds that a timing is kept: the load changes.
 _RECENT, _PRIOR, _ROUNDS_KEPT = 5, 1.0, 256
-# The factor between the costs that decisions are made with. They stand still while the estimate stays near: in
-# bfloat16 the size of a tree decides how its logits are rounded, so costs that change with every timing would flip
-# near-ties from run to run.
+# The factor between the costs that decisions are made with. In bfloat16 the size of a tree decides how its logits are
+# rounded: costs that change with every timing would flip near-ties from run to run.
 _STEP = 1.15
 # What a draft pass and a commit cost before they were timed, in plain steps.
 _UNMEASURED_PASS = 0.1
@@ -82,7 +81,8 @@ class _Cost:
 
     def __init__(self, prior: float):
         self.value = self._prior = prior
-        self._recent: deque[tuple[int, float]] = deque(maxlen=_RECENT)
+        # Replaced as a whole: threads share it.
+        self._recent: tuple[tuple[int, float], ...] = ()
 
     @property
     def is_known(self) -> bool:
@@ -91,16 +91,15 @@ class _Cost:
 
     def observe(self, cost: float, now: int) -> bool:
         """Takes a timing of round `now`. Returns whether the cost has changed."""
-        self._recent.append((now, max(cost, _LEAST)))
+        self._recent = (*self._recent[1 - _RECENT :], (now, max(cost, _LEAST)))
         return self.forget(now)
 
     def forget(self, now: int) -> bool:
         """Forgets what is too old at round `now`. Returns whether the cost has changed."""
-        while self._recent and self._recent[0][0] < now - _ROUNDS_KEPT:
-            self._recent.popleft()
-        before, count = self.value, len(self._recent)
+        self._recent = recent = tuple(each for each in self._recent if each[0] >= now - _ROUNDS_KEPT)
+        before, count = self.value, len(recent)
         # The second shortest of five, the shortest of up to three.
-        timed = sorted(cost for _, cost in self._recent)[(count - 1) // 3] if count else self._prior
+        timed = sorted(cost for _, cost in recent)[(count - 1) // 3] if count else self._prior
         # A mean of logarithms: half and twice the prior are equally far from it.
         known = self._prior * (timed / self._prior) ** (count / (count + _PRIOR))
         while known > self.value * _STEP:
@@ -182,7 +181,7 @@ class Costs:
             if was_known:
                 # Is the tree slower, or the whole machine? Two plain steps make the median a new one.
                 self._due, self._interval = 2, _SHORTEST_INTERVAL
-        self.version += sum([cost.forget(self._now) for cost in self._forwards.values()])
+        self.version += sum([cost.forget(self._now) for cost in list(self._forwards.values())])
 
     def observe_drafting(self, commit_seconds: float | None, pass_seconds: float, passes: int) -> None:
         """Takes the seconds of a round's drafting: of its commit, where known, and of all its `passes` after it."""

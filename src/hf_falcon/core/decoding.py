@@ -226,7 +226,7 @@ def decode(
             tree, (path, accepted) = trees[row.place], outcomes[row.place]
             found = features if len(cached) == 1 else features[row.place : row.place + 1]
             if run.observer is not None:
-                run.observer.add_round(row.sequence, tree, path, found)
+                run.observer.add_round(row.sequence, tree, path, accepted, found)
             found = found[:, to_device(path, features.device)]
             row.generator.update(tree, path, accepted, found, row.sequence.token_ids, watch, nodes)
             statistics.add_round(len(tree) - 1, accepted)

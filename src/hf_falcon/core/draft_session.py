@@ -94,9 +94,9 @@ class TargetHead:
     def __init__(self, drafter: Any, target: PreTrainedModel, dtype: torch.dtype | None = None):
         drafter.check_target(target)
         config = drafter.config
-        self._target = target
         # Weak, because a backend keeps heads for a drafter. `None` for the head of other tokens.
         self._drafter: Callable[[], Any] | None = weakref.ref(drafter)
+        self._target: Callable[[], Any] = weakref.ref(target)
         self._embedding = target.get_input_embeddings()
         # The drafter may still move: its device is read when it is needed.
         self._example = drafter.norm.weight
@@ -116,10 +116,10 @@ class TargetHead:
             return self._make_linear()
         # Threads may share both models.
         with _lock:
-            heads = _heads.setdefault(self._target, weakref.WeakKeyDictionary())
-            output: Any = self._target.get_output_embeddings()
+            heads = _heads.setdefault(self._target(), weakref.WeakKeyDictionary())
+            output: Any = self._target().get_output_embeddings()
             # What the rows are copied from, and the buffers with their ids.
-            of_head = head_parameters(self._target) if is_quantised(output) else (output.weight, output.bias)
+            of_head = head_parameters(self._target()) if is_quantised(output) else (output.weight, output.bias)
             sources = [*of_head, *drafter._buffers.values()]
             known, marks = heads.get(drafter, (None, []))
             like = (self._example.device, self._dtype)
@@ -133,7 +133,7 @@ class TargetHead:
     @torch.inference_mode(False)
     @torch.no_grad()
     def _make_linear(self) -> nn.Linear:
-        weight, bias = head_parameters(self._target)
+        weight, bias = head_parameters(self._target())
         if self._known_ids is not None:
             ids = self._known_ids.to(weight.device)
             weight, bias = weight[ids], None if bias is None else bias[ids]
@@ -181,7 +181,7 @@ class TargetHead:
 
     def for_tokens(self, token_ids: Tensor) -> TargetHead | None:
         """See [`DraftHead.for_tokens`]. Packed and offloaded weights would be unpacked or loaded whole each time."""
-        weight = getattr(self._target.get_output_embeddings(), "weight", None)
+        weight = getattr(self._target().get_output_embeddings(), "weight", None)
         if type(weight) is not nn.Parameter or weight.is_meta:
             return None
         other = copy.copy(self)

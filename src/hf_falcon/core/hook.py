@@ -24,8 +24,7 @@ from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
 
-# Set on the wrappers. Two copies of this file (the installed package, and code from the Hub) then wrap once. The
-# wrappers serve the drafters of all copies: they prepare the arguments and call `drafter.assisted_decoding`.
+# Set on the wrappers. Two copies of this file (the package's, and the Hub's) wrap once, for the drafters of both.
 _MARK = "_is_falcon_hook"
 # Set on `GenerationMixin` after `disable`.
 _DISABLED = "_falcon_hook_is_disabled"
