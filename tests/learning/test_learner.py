@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ import hf_falcon
 from hf_falcon import Learner, LearningOptions
 from hf_falcon.cpu.packing import is_packed
 from hf_falcon.learning import learner as learner_module
+from hf_falcon.learning.budget import Budget
 from hf_falcon.learning.learner import learner_of
 from hf_falcon.learning.serving_weights import replace_weights
 from hf_falcon.learning.state import STATE_NAME, LearnerState
@@ -757,3 +759,65 @@ def test_a_save_that_dies_before_its_drafter_goes_on_with_the_one_before(tmp_pat
 
 def killed(*args):
     raise KeyboardInterrupt
+
+
+def test_the_log_may_save_and_close(tmp_path):
+    target, drafter = pair()
+    found = learner(drafter, target, folder=tmp_path, gate_steps=2)
+    told = []
+    found.log = lambda line: (told.append(line), found.save(), found.close())
+    replay_calls(found, 30)
+    found.learn(4)
+    assert len(told) == 1 and (tmp_path / STATE_NAME).is_file()
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_weights_stay_in_a_call_that_runs(tmp_path, watched):
+    """Also where the learner is closed meanwhile, as by `detach`, and in a call that it does not watch."""
+    target, drafter = pair()
+    found = learner(drafter, target, folder=tmp_path)
+    replay_calls(found, 40)
+    before, during = weights_of(drafter), []
+
+    class Closes:
+        tokens = 0
+
+        def put(self, value):
+            self.tokens += 1
+            while value.numel() == 1 and found._replacements == 0:
+                found.learn(4)
+            if self.tokens == 4:
+                found.close()
+            during.append(same(weights_of(drafter), before))
+
+        def end(self):
+            pass
+
+    with nullcontext() if watched else found.paused():
+        target.generate(prompt(8, seed=500), assistant_model=drafter, streamer=Closes(), **CALL)
+    assert all(during) and not same(weights_of(drafter), before)
+    kept = hf_falcon.FalconDraftModel.from_pretrained(tmp_path / "drafter")
+    assert same(weights_of(kept), weights_of(drafter))
+
+
+def test_an_accepted_token_that_ends_a_text_is_counted():
+    target, drafter = pair()
+    with learner(drafter, target) as found:
+        accepted = 0
+        for seed in range(12):
+            ids = prompt(8, seed=seed)
+            end = int(target.generate(ids, max_new_tokens=7, do_sample=False, assistant_model=None)[0, -1])
+            settings = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": end, "pad_token_id": 0}
+            output = target.generate(ids, assistant_model=drafter, return_dict_in_generate=True, **settings)
+            accepted += output.draft_statistics.accepted_tokens
+            assert found._history.total().accepted == accepted
+
+
+def test_less_than_a_step_a_minute():
+    for steps, seconds in ((0.5, 120.0), (1.5, 40.0), (3, 60.0)):
+        budget = Budget(0.1, steps)
+        for now in range(max(1, int(steps))):
+            assert budget.seconds_to_step(float(now)) == 0.0
+            budget.add_step(float(now))
+        assert budget.seconds_to_step(float(now)) == seconds - now
+        assert budget.seconds_to_step(seconds) == 0.0

@@ -48,8 +48,11 @@ class Budget:
 
     def seconds_to_step(self, now: float) -> float:
         """Seconds until the next step may begin."""
-        while self._steps and self._steps[0] <= now - 60:
+        # A part of a step more takes less than a minute for the whole ones.
+        most = 1 if self._steps_a_minute is None else max(1, int(self._steps_a_minute))
+        span = 60 * most / (self._steps_a_minute or most)
+        while self._steps and self._steps[0] <= now - span:
             self._steps.popleft()
-        if self._steps_a_minute is None or len(self._steps) < self._steps_a_minute:
+        if self._steps_a_minute is None or len(self._steps) < most:
             return 0.0
-        return self._steps[0] + 60 - now
+        return self._steps[0] + span - now

@@ -123,6 +123,8 @@ class Learner:
         self._learnt: list[str | None] = []
         # Whether it has stopped, also after an error; and whether it was closed.
         self._closed = self._is_left = False
+        # What is to be told of the latest comparison.
+        self._news: str | None = None
         self._here = _Here()
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
@@ -211,7 +213,9 @@ class Learner:
         if _learners.get(drafter) is self:
             del _learners[drafter]
         with self._lock:
-            self._replace()
+            # Otherwise the last call that runs does it, and saves.
+            if self._active == 0:
+                self._replace()
         self.save()
 
     @contextmanager
@@ -238,6 +242,28 @@ class Learner:
     def observer(self) -> CallRecorder:
         """The observer of a call."""
         return CallRecorder(self, self.options.longest, self._vocab_size, self.options.rejected > 0)
+
+    @contextmanager
+    def beside(self) -> Iterator[None]:
+        """Around a call that is not watched: the weights stay as they are in it, too."""
+        with self._lock:
+            if self._active == 0:
+                self._busy_since = self._clock()
+            self._active += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._active -= 1
+                if self._active == 0:
+                    self._idle_since = self._clock()
+                    self._replace()
+            self._save_after_close()
+
+    def _save_after_close(self) -> None:
+        """The last call that ran when the learner was closed saves what its drafter got."""
+        if self._is_left and self._active == 0 and self._exported != self._version:
+            self.save()
 
     # What a [`CallRecorder`] asks for.
 
@@ -270,6 +296,7 @@ class Learner:
                 self._replace()
             if counts.rounds:
                 self._history.add(counts)
+        self._save_after_close()
         while self._may_learn and self._budget.is_enough and self._budget.seconds_to_step(self._clock()) == 0:
             if not self._unit(between_calls=True):
                 break
@@ -354,13 +381,17 @@ class Learner:
                 self._budget.spend(took, between_calls)
             if self._student.steps > steps:
                 self._budget.add_step(self._clock())
-            return found
         except BaseException:
             # Also Ctrl-C ends a generator.
             self._work = self._units()
             raise
         finally:
             self._working.release()
+        news, self._news = self._news, None
+        if news is not None:
+            # It may save, or close.
+            self.log(news)
+        return found
 
     def _units(self) -> Iterator[bool]:
         """
@@ -455,7 +486,7 @@ class Learner:
             if self._refused_in_a_row == _PATIENCE:
                 self._refused_in_a_row = 0
                 self._student.load(self._accepted)
-        self.log(str(self.statistics))
+        self._news = str(self.statistics)
 
     def _learn(self, record: CallRecord) -> None:
         if (target := self._target()) is not None:
@@ -516,7 +547,7 @@ class Learner:
         if self._exported != self._version and not self._waits:
             files.save_drafter(drafter, folder)
             self._exported = self._version
-            self._learnt = self._learnt[-1:]
+            self._learnt = [latest]
         files.save_report(folder, asdict(found))
         try:
             png = draw(self._history.entries)
@@ -627,7 +658,9 @@ def start_learning(
 
 def _observer_of(drafter: Any, target: PreTrainedModel) -> AbstractContextManager[CallRecorder | None]:
     learner = _learners.get(drafter)
-    return learner.observer() if learner is not None and learner.watches(target) else nullcontext()
+    if learner is None:
+        return nullcontext()
+    return learner.observer() if learner.watches(target) else learner.beside()
 
 
 def _close_all() -> None:

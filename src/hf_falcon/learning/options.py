@@ -107,6 +107,6 @@ def check_folder(name: str, folder: str | os.PathLike[str]) -> None:
         `ValueError`: if nothing can be written to a folder, which need not be there yet; it names the argument.
     """
     path = Path(folder).absolute()
-    nearest = next(each for each in (path, *path.parents) if each.exists())
+    nearest = next((each for each in (path, *path.parents) if os.path.lexists(each)), path)
     if not nearest.is_dir() or not os.access(nearest, os.W_OK | os.X_OK):
         raise ValueError(f"`{name}` is {str(folder)!r}, but nothing can be written in {nearest}: give another folder.")

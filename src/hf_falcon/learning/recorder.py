@@ -114,24 +114,24 @@ class CallRecorder:
             features = prompt.features[0, -known:].clone()
             self._rows[id(sequence)] = _Row(sequence, [features], length - known, known, known + self._longest)
 
-    def add_round(self, sequence: Any, tree: Any, path: Tensor, features: Tensor) -> None:
+    def add_round(self, sequence: Any, tree: Any, path: Tensor, accepted: int, features: Tensor) -> None:
         """
         Takes a round of a row.
 
         Args:
             sequence ([`TokenSequence`]): the row.
             tree ([`DraftTree`]): the tree that was verified.
-            path (`torch.LongTensor` of shape `(emitted,)`): its nodes that were right; see [`verify`].
+            path (`torch.LongTensor` of shape `(emitted,)`), accepted (`int`): what [`verify`] returned.
             features (`torch.Tensor` of shape `(1, nodes, ...)`): the target's features of all its nodes, or more.
         """
         try:
-            self._add_round(sequence, tree, path, features)
+            self._add_round(sequence, tree, path, accepted, features)
         except Exception as error:
             self._fail(error)
 
-    def _add_round(self, sequence: Any, tree: Any, path: Tensor, features: Tensor) -> None:
+    def _add_round(self, sequence: Any, tree: Any, path: Tensor, accepted: int, features: Tensor) -> None:
         self._counts.rounds += 1
-        self._counts.accepted += path.shape[0] - 1
+        self._counts.accepted += accepted
         self._counts.tokens += path.shape[0]
         row = self._rows.get(id(sequence))
         if row is None or row.count >= row.most or path.shape[0] == 0:
