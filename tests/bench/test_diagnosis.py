@@ -420,3 +420,12 @@ def test_an_answer_of_one_token(eagle3):
     case = Case(deep_target(), eagle3, {"one": prompts(1)}, max_new_tokens=1)
     found = diagnose(case, everyday_prompts=prompts(1), templates=[Template("other", prompts(1))], temperature=1.0)
     assert found.findings == [] and len(found.notes) == 1 and found.accuracy_by_depth == []
+
+
+def test_a_language_model_reads_a_text_from_its_beginning():
+    """A copy of the target is always right."""
+    target = tiny_target("llama")
+    drafter = hf_falcon.CausalLMDrafter(new_target("llama"))
+    input_ids = target.generate(prompt(6), max_new_tokens=12, do_sample=False)
+    found = first_choices(target, drafter, [Text(input_ids, 6)], "", depth=2)
+    assert all(found.hits) and found.accuracy_by_depth == [1.0, 1.0]

@@ -19,15 +19,18 @@ from training_runs import arguments
 from hf_falcon import AutoDrafter, FalconDraftModel
 from hf_falcon.commands import main as entry
 from hf_falcon.commands import train
+from hf_falcon.commands.run_arguments import parse_run
 from hf_falcon.commands.train import frequent_tokens
+from hf_falcon.commands.train_arguments import DrafterArguments
 from hf_falcon.training import features, trainer
 from hf_falcon.training.features import feature_statistics
 from hf_falcon.training.plot import draw
 from hf_falcon.training.token_file import TokenFile
+from hf_falcon.training.trainer import FalconTrainingArguments
 
 
 def test_held_out_samples_that_are_too_long(workplace, tmp_path, capsys):
-    samples = [torch.arange(3, 12)] * 19 + [torch.arange(3, 40)]
+    samples = [torch.arange(3 + number, 12 + number) for number in range(19)] + [torch.arange(3, 40)]
     path = tmp_path / "tokens.safetensors"
     TokenFile.from_samples(samples, [4] * 19 + [30], [0.0] * 20, VOCAB).save(path)
     options = {"data": path, "max_length": 20, "plan": True}
@@ -272,3 +275,27 @@ def test_train_eagle3(workplace, tmp_path, capsys):
 def test_what_eagle3_does_not_have(workplace, tmp_path, name, value):
     with pytest.raises(ValueError, match=f"`{name}` is {value}.* leave it out"):
         train.main(arguments(workplace, tmp_path / "drafter", **{**EAGLE3, name: value}))
+
+
+def test_prompts_that_are_held_out_are_not_trained_on(workplace, tmp_path, caplog):
+    """Two files may have two responses to each prompt, as `hf-falcon prepare` writes with `--responses` twice."""
+    path, samples = tmp_path / "tokens.safetensors", []
+    for first in (40, 50):
+        samples += [torch.cat((torch.arange(3 + n, 8 + n), torch.arange(first, first + 9))) for n in range(20)]
+    # And plain texts, whose prompts are their first tokens.
+    samples += [torch.cat((torch.tensor([3]), torch.arange(20 + n, 30 + n))) for n in range(10)]
+    data = TokenFile.from_samples(samples, [5] * 40 + [1] * 10, [0.0] * 50, VOCAB)
+    data.first(40).save(path)
+    words, types = (
+        arguments(workplace, tmp_path, data=path, eval_samples=3),
+        (DrafterArguments, FalconTrainingArguments),
+    )
+    options, _ = parse_run(words, types, prog="train", description=None)
+    trained, held_out = train._split(options, data.first(40))
+    assert len(held_out) == 3 and len(trained) == 40 - 2 * 3
+    assert "3 samples are left out" in caplog.text
+    trained, held_out = train._split(options, data)
+    assert len(held_out) == 3 and len(trained) == 47
+    one = TokenFile.from_samples(samples[:1] * 10, [5] * 10, [0.0] * 10, VOCAB)
+    with pytest.raises(ValueError, match="All prompts are among those .*: change `eval_samples` .3."):
+        train._split(options, one)

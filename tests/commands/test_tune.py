@@ -6,10 +6,10 @@ import json
 import pytest
 import torch
 from eagle3_models import REFERENCES, new_eagle3, reference_target, write_original
-from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
+from tiny_models import new_target, prompt, tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from hf_falcon import AutoDrafter, cost_files
+from hf_falcon import AutoDrafter, CausalLMDrafter, cost_files
 from hf_falcon.bench import tuning
 from hf_falcon.commands import tune
 from hf_falcon.core.costs import CostKey
@@ -133,3 +133,16 @@ def test_fewer_threads_must_be_clearly_faster(tree, expected):
 def test_wrong_numbers(option):
     with pytest.raises(ValueError, match=f"`{option}` is 0"):
         tune.TuneArguments(**{option: 0})
+
+
+def test_expected_tokens_of_a_language_model():
+    """Of a copy of the target: what it expects of a text is what the target expects."""
+    target = tiny_target("llama")
+    drafter = CausalLMDrafter(new_target("llama"))
+    options = DraftOptions(num_assistant_tokens=4, num_draft_passes=1, assistant_confidence_threshold=0.0)
+    text = prompt(7)
+    expected = tuning.drafting(drafter, target, [text], options)[0][0]
+    with torch.no_grad():
+        probs = target(text).logits.softmax(dim=-1)[0, 2:]
+    best = probs.topk(4).values.cumsum(dim=-1).mean(dim=0)
+    torch.testing.assert_close(expected, torch.cat((torch.zeros(1), best)), rtol=1e-3, atol=1e-4)

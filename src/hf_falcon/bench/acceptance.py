@@ -138,8 +138,8 @@ def decode(
     **options: Any,
 ) -> Acceptance:
     """
-    Decodes prompts, greedily unless `options` say otherwise. The result depends on the drafter and not on the machine:
-    every round drafts a tree of the drafter's own size, without prompt lookup.
+    Decodes prompts, greedily unless `options` say otherwise. The result depends on the drafter and not on the speed of
+    the machine: every round drafts a tree of the drafter's own size, without prompt lookup.
 
     Args:
         target, drafter: the models.
@@ -238,12 +238,14 @@ def first_choices(
         depth = min(depth, drafter.max_draft_passes * drafter.config.block_size)
     acceleration = drafter_acceleration(drafter, target)
     head = acceleration.head or drafter.make_head(target)
+    # A drafter that reads the text alone reads all of it.
+    first = 0 if drafter.config.feature_layers is None else 1
     found = FirstChoices(by_depth=[(0, 0)] * depth)
     for text in tqdm(texts, desc=description, unit="text", leave=False):
         features, choices = _read(target, text.token_ids, layers, before_norm)
         token_ids = to_device(text.token_ids, drafter.device)
         session, start, length = drafter.start_session(head, acceleration), text.prompt_length, token_ids.shape[1]
-        states = session.commit(features[:, :start], token_ids[:, 1 : start + 1])
+        states = session.commit(features[:, :start], token_ids[:, first : start + 1])
         for place in range(start + 1, length):
             chain = _Chain(session, head, token_ids, place)
             right = chain.follow(states, choices, min(depth, length - place))

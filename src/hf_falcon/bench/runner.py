@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from ..core.drafter import DraftModel
 from ..cpu.compiling import compiled_rounds, uncompile_rounds
 from ..cpu.packing import packed_weights
+from ..training.chat_templates import chat_inputs
 from .divergence import first_divergence
 from .methods import COMPILED, PACKED
 from .metrics import PLAIN
@@ -163,10 +164,7 @@ def encode(
     if tokenizer.chat_template is None:
         text = "\n\n".join(message["content"] for message in messages)
         return dict(tokenizer(text, return_tensors="pt").to(device))
-    inputs = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **(variables or {})
-    )
-    return dict(inputs.to(device))
+    return chat_inputs(tokenizer, messages, device, variables)
 
 
 def longest_context(

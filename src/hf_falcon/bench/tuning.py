@@ -239,7 +239,7 @@ def drafting(
         for place in range(1, text.shape[1] - 1):
             watch, generator.policy = Stopwatch(drafter.device), (recorder := _Recorder(options))
             new = slice(0, 2) if place == 1 else slice(place, place + 1)
-            generator.commit(features[:, new], text[:, new.start + 1 : new.stop + 1])
+            generator.commit(features[:, new], generator.new_tokens(text[:, : new.stop + 1], new.stop - new.start))
             watch.lap()
             generator.propose(text[:, : place + 2], generator.max_depth)
             watch.lap()

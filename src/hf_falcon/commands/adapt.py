@@ -77,15 +77,17 @@ def adapt(
     )
     held_out = min(arguments.eval_prompts, len(data) - 1)
     prompts = [_prompt(data, index) for index in range(len(data) - held_out, len(data))]
-    report, fingerprint = {**_read_report(folder), "prompts": held_out}, weights_fingerprint(drafter)
-    if report.get("drafter", fingerprint) != fingerprint:
+    fingerprint = weights_fingerprint(drafter)
+    # Earlier versions noted neither.
+    report = {"drafter": fingerprint, "prompts": held_out, **_read_report(folder)}
+    if report["drafter"] != fingerprint:
         raise ValueError(
             f"`output_dir` is {arguments.output_dir!r}, where another drafter is adapted: repeat the first command to "
             "continue it, or give another folder."
         )
     if "before" not in report:
-        report |= {"drafter": fingerprint, "before": decoded_tau(target, drafter, prompts)}
-        _write_report(folder, report)
+        report["before"] = decoded_tau(target, drafter, prompts)
+    _write_report(folder, report)
     name_target(drafter, target)
     drafter.config.chat_template_kwargs = data.metadata.get("chat_template_kwargs", {})
     trainer = _trainer(target, drafter, data, held_out, arguments)

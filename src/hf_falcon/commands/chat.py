@@ -14,9 +14,9 @@ from types import TracebackType
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..training.chat_templates import chat_inputs
 from .chat_arguments import ChatArguments, parser
 from .generate import Reply, show
-from .models import encode_chat
 
 _HELP = """/help    show this list
 /clear   forget the conversation, and start again
@@ -112,7 +112,7 @@ def answer(
     arguments: ChatArguments,
 ) -> tuple[str, str]:
     """Writes the reply to a conversation. Returns the reply, up to an interrupt, and its speed and acceptance."""
-    inputs = encode_chat(tokenizer, messages, target.device, arguments.variables)
+    inputs = chat_inputs(tokenizer, messages, target.device, arguments.variables)
     with StatusLine() as status:
 
         def write(text: str) -> None:

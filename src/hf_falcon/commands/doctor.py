@@ -26,7 +26,7 @@ from ..bench.tables import aligned
 from ..core.drafter import DraftModel
 from ..cpu.row_invariant import row_invariant, unsupported_reason
 from ..json_files import read_json
-from ..training.chat_templates import other_variables, template_variables
+from ..training.chat_templates import chat_inputs, other_variables, template_variables
 from ..training.json_text import short
 from ..training.provenance import PROVENANCE_NAME
 from ..training.token_file import chat_template_sha256
@@ -132,15 +132,7 @@ def encode_with(
     """As [`encode`], with another chat template; `None` is plain text."""
     if template is None:
         return dict(tokenizer(prompt, return_tensors="pt").to(device))
-    inputs = tokenizer.apply_chat_template(
-        [{"role": "user", "content": prompt}],
-        chat_template=template,
-        add_generation_prompt=True,
-        return_dict=True,
-        return_tensors="pt",
-        **(variables or {}),
-    )
-    return dict(inputs.to(device))
+    return chat_inputs(tokenizer, [{"role": "user", "content": prompt}], device, variables, template)
 
 
 def other_templates(

@@ -16,7 +16,6 @@ import torch
 from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
-from jinja2 import TemplateError
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -31,7 +30,7 @@ from transformers.utils import logging as transformers_logging
 from ..core.drafter import DraftModel
 from ..cpu.processor import has_bfloat16_instructions
 from ..drafters.auto import AutoDrafter
-from ..training.chat_templates import other_variables
+from ..training.chat_templates import chat_inputs, other_variables
 from .printable import printable
 
 TARGET_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -230,28 +229,7 @@ def encode(
     if tokenizer.chat_template is None:
         return dict(tokenizer(prompt, return_tensors="pt").to(device))
     message = [{"role": "user", "content": prompt}]
-    return encode_chat(tokenizer, message, device, variables)
-
-
-def encode_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, str]],
-    device: torch.device,
-    variables: dict[str, Any] | None = None,
-) -> dict[str, torch.Tensor]:
-    """
-    The inputs of a conversation, by the chat template with its `variables`.
-
-    Raises:
-        `ValueError`: the template refuses the messages.
-    """
-    try:
-        inputs = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, return_tensors="pt", **(variables or {})
-        )
-    except TemplateError as error:
-        raise ValueError(f"The target's chat template refuses the messages: {error}") from error
-    return dict(inputs.to(device))
+    return chat_inputs(tokenizer, message, device, variables)
 
 
 def note_other_variables(drafter: PreTrainedModel | None, variables: dict[str, Any]) -> None:

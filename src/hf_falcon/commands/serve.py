@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         with_drafter = "without a drafter" if drafter is None else f"with the drafter {drafter.name_or_path}"
         # How services are ended. By default the process would end without saving what was learnt.
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
             print(f"{name} {with_drafter}: {address}")
             print(f"Try it: {example_request(address, tokenizer)}", flush=True)
@@ -61,5 +61,7 @@ def main(argv: list[str]) -> int:
         # A process that a shell put into the background gets none: the server has stopped by itself then.
         except KeyboardInterrupt:
             pass
+        finally:
+            signal.signal(signal.SIGTERM, before)
         print("\nStopped.", file=sys.stderr)
     return 0

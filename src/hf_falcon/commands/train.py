@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from dataclasses import asdict
 from typing import Any
@@ -25,6 +26,8 @@ from .card import write_card
 from .models import load_target
 from .run_arguments import parse_run
 from .train_arguments import DrafterArguments
+
+logger = logging.getLogger(__name__)
 
 
 def frequent_tokens(data: TokenFile, vocab_size: int, size: int) -> tuple[torch.Tensor, float]:
@@ -98,12 +101,28 @@ def _trained_on(options: DrafterArguments, data: TokenFile) -> int:
     return len(data) - min(options.eval_samples, len(data) // 10)
 
 
+def _prompt(data: TokenFile, index: int) -> bytes:
+    """What tells a prompt from others: a plain text, whose first token is its prompt, is told by all of it."""
+    token_ids, length = data.sample(index)
+    return token_ids[: length if length > 1 else None].numpy().tobytes()
+
+
 def _split(
     options: DrafterArguments, data: TokenFile, stored: Features | None = None
 ) -> tuple[DraftSamples, DraftSamples | None]:
     """The samples to train on, and the held-out samples."""
     first = _trained_on(options, data)
-    samples = DraftSamples(data, list(range(first)), options.max_length, stored)
+    held_out = {_prompt(data, index) for index in range(first, len(data))}
+    # Another file may have other responses to the same prompts.
+    trained = [index for index in range(first) if _prompt(data, index) not in held_out]
+    if not trained:
+        raise ValueError(
+            f"All prompts are among those that are held out: change `eval_samples` ({options.eval_samples}); 0 holds "
+            "out none."
+        )
+    if len(trained) < first:
+        logger.warning(f"{first - len(trained)} samples are left out: their prompts are held out.")
+    samples = DraftSamples(data, trained, options.max_length, stored)
     if first == len(data):
         return samples, None
     try:

@@ -8,6 +8,7 @@ import json
 import re
 from typing import Any
 
+import torch
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -62,6 +63,40 @@ def other_variables(trained: Any, given: dict[str, Any]) -> str | None:
         f"the drafter was trained with `chat_template_kwargs` {trained_text}, and this call has {json.dumps(given)}, "
         "so that fewer tokens can be accepted"
     )
+
+
+def chat_inputs(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    device: torch.device,
+    variables: dict[str, Any] | None = None,
+    template: str | None = None,
+) -> dict[str, torch.Tensor]:
+    """
+    The inputs of `generate` for a conversation, by the chat template with its `variables`.
+
+    Args:
+        tokenizer ([`~transformers.PreTrainedTokenizerBase`]): the target's.
+        messages (`list[dict[str, str]]`): the conversation.
+        device (`torch.device`): the device of the inputs.
+        variables (`dict`, *optional*): variables of the template, such as `enable_thinking`.
+        template (`str`, *optional*): in place of the tokenizer's own.
+
+    Raises:
+        `ValueError`: the template refuses the messages.
+    """
+    try:
+        inputs = tokenizer.apply_chat_template(
+            messages,
+            chat_template=template,
+            add_generation_prompt=True,
+            return_dict=True,
+            return_tensors="pt",
+            **(variables or {}),
+        )
+    except TemplateError as error:
+        raise ValueError(f"The chat template refuses the messages: {error}") from error
+    return dict(inputs.to(device))
 
 
 class ChatTemplate:

@@ -103,7 +103,7 @@ def _observed(
     sizes, equal, right, places = [], [], [], []
     tokens, device = token_ids.cpu(), drafter.device
     # The state of position i predicts token i + 2, after token i + 1.
-    for i in range(prompt_length - 2, tokens.shape[0] - 2):
+    for i in range(max(0, prompt_length - 2), tokens.shape[0] - 2):
         context.extend(tokens[len(context) : i + 2])
         vocabulary = context.vocab_ids
         size = drafter.config.vocab_size if vocabulary is None else len(vocabulary)

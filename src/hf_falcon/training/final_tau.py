@@ -18,7 +18,7 @@ def decoded_tau(
 ) -> dict[str, float]:
     """
     Decodes prompts greedily, with trees of the drafter's own size in every round and without prompt lookup: the result
-    depends on the drafter and not on the machine.
+    depends on the drafter and not on the machine's speed.
 
     Args:
         target ([`PreTrainedModel`]): the target.

@@ -351,17 +351,18 @@ class FalconTrainer(Trainer):
             state = TrainerState.load_from_json(os.path.join(last, TRAINER_STATE_NAME))
             if self._is_finished(state):
                 self.state = state
-                if self.args.load_best_model_at_end and state.best_model_checkpoint is not None:
-                    self._load_best_model()
-                else:
-                    self._load_from_checkpoint(last)
+                best = Path(last).parent / Path(state.best_model_checkpoint or last).name
+                # The folder may have been moved since.
+                self._load_from_checkpoint(str(best) if self.args.load_best_model_at_end and best.is_dir() else last)
                 return TrainOutput(state.global_step, 0.0, {})
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _is_finished(self, state: TrainerState) -> bool:
         if self.args.max_steps > 0:
             return state.global_step >= self.args.max_steps
-        return state.epoch is not None and state.epoch >= self.args.num_train_epochs
+        # After whole epochs Trainer itself adds none.
+        is_part = self.args.num_train_epochs % 1 > 0
+        return is_part and state.epoch is not None and state.epoch >= self.args.num_train_epochs
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """See [`~transformers.Trainer.create_optimizer`]. With `muon`, heads are updated by AdamW all the same."""
