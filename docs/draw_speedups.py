@@ -51,7 +51,7 @@ def main() -> None:
     axes.text(
         0.5,
         -0.2,
-        "SmolLM2-135M-Instruct, bfloat16, two CPU cores, 64 new tokens; 30 prompts a file",
+        "SmolLM2-135M-Instruct, bfloat16, two CPU cores, 64 new tokens; 80 prompts a file",
         transform=axes.transAxes,
         ha="center",
         fontsize=8,

@@ -196,6 +196,16 @@ def _trains_otherwise(target: PreTrainedModel) -> bool:
     return False
 
 
+def _renew_lock() -> None:
+    """In a fork, the lock is as it was in some thread of the parent."""
+    global _loading
+    _loading = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
+
+
 def _load(target: PreTrainedModel, name: str | os.PathLike[str]) -> Any:
     """
     Loads the drafter in a folder or a repository of the Hub, in the target's dtype and on its device. Each target
@@ -204,6 +214,9 @@ def _load(target: PreTrainedModel, name: str | os.PathLike[str]) -> Any:
     config_file = Path(name, "config.json")
     saved = config_file.stat().st_mtime_ns if config_file.is_file() else None
     wanted = (str(name), saved, target.dtype, target.device)
+    known, drafter = _loaded.get(target, (None, None))
+    if drafter is not None and known == wanted:
+        return drafter
     # One thread at a time: transformers replaces functions of its own while it loads.
     with _loading:
         known, drafter = _loaded.get(target, (None, None))

@@ -375,6 +375,18 @@ def test_a_fork_leaves_the_build_to_its_parent(models, builder):
             os.close(answer)
 
 
+def test_a_fork_keeps_what_was_switched_off(models):
+    target = models[0]
+    kept_rounds.expect_rounds(target)
+    kept_rounds.stop_expecting(target)
+    assert not kept_rounds._tried[target]
+    kept_rounds.decline(target)
+    kept_rounds.expect_rounds(target)
+    kept_rounds.stop_expecting(target)
+    assert kept_rounds._tried[target] == {None}
+    kept_rounds.undo_decline(target)
+
+
 def test_a_build_ends_with_its_target(models, builder, tmp_path):
     pid, target = builder(), type(models[0]).from_pretrained(tmp_path / "target").eval()
     build_in_background(target)

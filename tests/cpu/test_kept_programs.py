@@ -361,6 +361,7 @@ def test_code_that_was_replaced_is_other_code(monkeypatch):
         (module.LlamaMLP, "forward", lambda self, x, factor=0.5: stock(self, x) * factor),
         (module.LlamaMLP, "forward", lambda self, x, factor=0.25: stock(self, x) * factor),
         (module.LlamaMLP, "forward", functools.partialmethod(scaled(0.125))),
+        (module.LlamaMLP, "forward", functools.partialmethod(scaled(0.0625))),
         (module, "rotate_half", functools.lru_cache(lambda x: x)),
         (module, "rotate_half", functools.partial(lambda factor, x: factor * x, 3)),
         (module, "rotate_half", functools.partial(lambda factor, x: factor * x, 4)),
@@ -376,7 +377,7 @@ def test_code_that_was_replaced_is_other_code(monkeypatch):
         names.append(shelf_of(target).name)
     finally:
         AttentionInterface.register("sdpa", attention)
-    assert len(set(names)) == len(names) == 14 and shelf_of(target).name == names[0]
+    assert len(set(names)) == len(names) == 15 and shelf_of(target).name == names[0]
 
 
 @pytest.mark.slow

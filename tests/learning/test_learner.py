@@ -785,7 +785,7 @@ def test_weights_stay_in_a_call_that_runs(tmp_path, watched):
         def put(self, value):
             self.tokens += 1
             while value.numel() == 1 and found._replacements == 0:
-                found.learn(4)
+                assert found.learn(4) == 4
             if self.tokens == 4:
                 found.close()
             during.append(same(weights_of(drafter), before))
@@ -821,3 +821,54 @@ def test_less_than_a_step_a_minute():
             budget.add_step(float(now))
         assert budget.seconds_to_step(float(now)) == seconds - now
         assert budget.seconds_to_step(seconds) == 0.0
+
+
+def test_a_save_that_fails_after_the_last_call_is_a_warning(tmp_path, monkeypatch, caplog):
+    target, drafter = pair()
+    found = learner(drafter, target, folder=tmp_path)
+    replay_calls(found, 40)
+    while found._replacements == 0:
+        assert found.learn(4) == 4
+
+    class Closes:
+        def put(self, value):
+            if learner_of(drafter) is not None:
+                found.close()
+                monkeypatch.setattr(learner_module.files, "save_drafter", fails)
+
+        def end(self):
+            pass
+
+    output = target.generate(prompt(8, seed=500), assistant_model=drafter, streamer=Closes(), **CALL)
+    assert output.shape[1] > 8 and "was not saved: OSError: full" in caplog.text
+    assert drafter not in learner_module._learners
+
+
+def fails(*args):
+    raise OSError("full")
+
+
+def test_a_new_learner_in_the_middle_of_a_call_begins_with_what_was_learnt():
+    target, drafter = pair()
+    found = learner(drafter, target)
+    replay_calls(found, 40)
+
+    class Attaches:
+        tokens = 0
+
+        def put(self, value):
+            self.tokens += 1
+            while value.numel() == 1 and found._replacements == 0:
+                assert found.learn(4) == 4
+            if self.tokens == 4:
+                hf_falcon.attach(target, drafter, learn=LearningOptions(**FAST))
+
+        def end(self):
+            pass
+
+    target.generate(prompt(8, seed=500), assistant_model=drafter, streamer=Attaches(), **CALL)
+    later = learner_of(drafter)
+    assert later is not None and later is not found
+    assert all(torch.equal(later._student.start[name], each) for name, each in found._drafting.items())
+    assert all(torch.equal(dict(drafter.named_parameters())[name], each) for name, each in found._drafting.items())
+    hf_falcon.detach(target)

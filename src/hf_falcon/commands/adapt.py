@@ -17,6 +17,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..checkpoint_files import name_target, weights_fingerprint
 from ..core.drafter import DraftModel, FalconDraftModel
+from ..learning.student import unsupported_reason
 from ..training.dialogues import find_data
 from ..training.final_tau import decoded_tau
 from ..training.prepare import prepare
@@ -51,10 +52,15 @@ def adapt(
         that adapting began with.
 
     Raises:
-        `ValueError`: if the drafter cannot draft for the target; see [`Drafter.check_target`]. If another drafter is
-            adapted in that folder.
+        `ValueError`: if the drafter cannot draft for the target; see [`Drafter.check_target`]. If it has no weights
+            to train, or another drafter is adapted in that folder.
     """
     drafter.check_target(target)
+    if unsupported_reason(drafter) is not None:
+        raise ValueError(
+            f"`drafter` is a {type(drafter).__name__}, which has no weights that this package trains: give one of "
+            "Falcon or EAGLE-3."
+        )
     folder = Path(arguments.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or _LONGEST_PROMPT
@@ -80,10 +86,10 @@ def adapt(
     fingerprint = weights_fingerprint(drafter)
     # Earlier versions noted neither.
     report = {"drafter": fingerprint, "prompts": held_out, **_read_report(folder)}
-    if report["drafter"] != fingerprint:
+    if (report["drafter"], report["prompts"]) != (fingerprint, held_out):
         raise ValueError(
-            f"`output_dir` is {arguments.output_dir!r}, where another drafter is adapted: repeat the first command to "
-            "continue it, or give another folder."
+            f"`output_dir` is {arguments.output_dir!r}, where another drafter is adapted, or with another number of "
+            "held-out prompts: repeat the first command to continue it, or give another folder."
         )
     if "before" not in report:
         report["before"] = decoded_tau(target, drafter, prompts)

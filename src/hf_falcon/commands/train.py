@@ -114,7 +114,7 @@ def _split(
     first = _trained_on(options, data)
     held_out = {_prompt(data, index) for index in range(first, len(data))}
     # Another file may have other responses to the same prompts.
-    trained = [index for index in range(first) if _prompt(data, index) not in held_out]
+    trained = [index for index in range(first) if not held_out or _prompt(data, index) not in held_out]
     if not trained:
         raise ValueError(
             f"All prompts are among those that are held out: change `eval_samples` ({options.eval_samples}); 0 holds "

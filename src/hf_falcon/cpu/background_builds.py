@@ -28,7 +28,7 @@ from ..core.hook import attention_implementation
 from .compiled_passes import CompilableDrafter
 from .compiling import check_whether_possible
 from .kept_programs import shelf_of
-from .kept_rounds import expect_rounds, load_rounds, passes_for, rounds_for, undo_decline
+from .kept_rounds import expect_rounds, load_rounds, passes_for, rounds_for, stop_expecting, undo_decline
 from .packing import is_packed
 from .row_invariant import is_row_invariant
 
@@ -265,7 +265,7 @@ def _forget_builds() -> None:
     _changed, _starting, _calls = threading.Condition(), threading.Lock(), 0
     for target, build in list(_builds.items()):
         build.disown()
-        undo_decline(target)
+        stop_expecting(target)
     _builds.clear()
 
 

@@ -22,7 +22,8 @@ def code_digest(classes: Iterable[type], functions: Iterable[object] = ()) -> st
     A digest of the methods of some classes and of other functions, of what these were closed over, and of all
     functions that they name. It is the same in all processes of one version of Python.
 
-    Functions of torch are left out, and what code reads elsewhere: in tables, or in modules (`module.function`).
+    Functions of torch are left out, and what code reads elsewhere: in tables, in numbers of its module, or in other
+    modules (`module.function`).
     """
     seen: set[Any] = set()
     for kind in classes:
@@ -50,6 +51,10 @@ def _inside(value: Any) -> Iterator[Any]:
         yield value.__func__
     elif isinstance(value, property):
         yield value.fget
+    elif isinstance(value, functools.cached_property):
+        yield value.func
+    elif isinstance(value, functools.partialmethod):
+        yield functools.partial(value.func, *value.args, **value.keywords)
     elif isinstance(value, functools._lru_cache_wrapper):
         yield value.__wrapped__
 
@@ -102,6 +107,8 @@ def _constant(value: object) -> object:
     if isinstance(value, (frozenset, tuple)):
         found = [repr(_constant(each)) for each in value]
         return sorted(found) if isinstance(value, frozenset) else found
+    if isinstance(value, slice):
+        return repr(value)
     return value if isinstance(value, (bool, int, float, complex, str, bytes, type(None))) else type(value).__name__
 
 

@@ -5,6 +5,7 @@ A drafter's passes, compiled for a few rows. Uncompiled, the interpreter and sma
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
@@ -126,13 +127,13 @@ class CompiledPasses:
             self._logits = BuiltCode(self._logits_of, self.shelf, f"logits-{self.rows}")
 
     def _logits_of(self, linear: nn.Linear, rows: Tensor) -> Tensor:
-        return _logits(self._plain, rows)
+        return _logits(self._plain(), rows)
 
     def take(self, drafter: Any, target: PreTrainedModel) -> CompiledHead:
         """Prepares the current weights of a drafter and of its head, which may be the target's."""
         self.head = head = CompiledHead(drafter, target, self)
-        # A call that runs when the passes are dropped goes on with it.
-        self._plain = head.plain
+        # A call that runs when the passes are dropped goes on with it, and holds it.
+        self._plain = weakref.ref(head.plain)
         if head.vocab_ids is not None:
             # A copy of some of the target's rows, or the drafter's own.
             keep_in_huge_pages(head.linear)

@@ -377,6 +377,10 @@ class CompiledRounds:
     def _plain_head(self, input: Tensor) -> Tensor:
         return type(self._head).forward(self._head, input)
 
+    def are_of(self, layers: list[nn.Module]) -> bool:
+        """Whether they are for these decoder layers; a decoder that is compiled as a whole may have others."""
+        return not self._layers or self._layers == layers
+
     @property
     def are_exact(self) -> bool:
         """
@@ -421,7 +425,7 @@ def _without_hooks(decoder: nn.Module) -> Iterator[None]:
     Hooks of calls in other threads stay.
     """
     hooks = [module._forward_hooks for module in decoder.modules()]
-    taken = [{number: hook for number, hook in each.items() if not _acts(hook)} for each in hooks]
+    taken = [{number: hook for number, hook in list(each.items()) if not _acts(hook)} for each in hooks]
     for each, own in zip(hooks, taken):
         for number in own:
             del each[number]

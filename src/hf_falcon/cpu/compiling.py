@@ -48,7 +48,7 @@ _TURNS, _TRIES = 5, 3
 _TEXTS = 8
 # The greatest difference of logits, relative to the greatest logit, that rounding explains.
 _ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 1e-1}
-# All compiled rounds of each target, by packing, dtype, device, configuration and layers.
+# All compiled rounds of each target, by packing, dtype, device, configuration and the kinds of its layers.
 _made: weakref.WeakKeyDictionary[PreTrainedModel, dict[tuple[object, ...], CompiledRounds]]
 _made = weakref.WeakKeyDictionary()
 
@@ -106,9 +106,9 @@ def compile_rounds(
     # A caller that packs weights and compiles around every call compiles in the first call only.
     layers = decoder_layers(target)
     state = is_packed(target), is_row_invariant(target), target.dtype, target.device, repr(config)
-    state = *state, *map(id, layers), *map(kind_of, layers)
+    state = *state, *map(kind_of, layers)
     made = _made.setdefault(target, {})
-    if state not in made:
+    if state not in made or not made[state].are_of(layers):
         made[state] = CompiledRounds(target, config, shelf_of(target) if _can_be_built(target, config) else None)
     rounds = made[state]
     try:

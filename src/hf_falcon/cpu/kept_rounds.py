@@ -58,6 +58,12 @@ def undo_decline(target: PreTrainedModel) -> None:
     _tried.pop(target, None)
 
 
+def stop_expecting(target: PreTrainedModel) -> None:
+    """Undoes `expect_rounds`, but not `decline`."""
+    tried = _tried.get(target, set())
+    tried &= {None}
+
+
 def expect_rounds(target: PreTrainedModel) -> None:
     """Calls do not look for kept rounds of the target as it is now: `load_rounds` comes, between two calls."""
     _tried.setdefault(target, set()).add((None, _state(target)))

@@ -24,6 +24,7 @@ from .packing import PackedLinear
 # another.
 _LONGEST_CONSTANT = 1
 # Attributes in which modules of one kind may differ. A cache that a layer gets in a round does not read the number.
+# Checkpointing acts in training only.
 _NOT_OF_A_KIND = ("training", "layer_idx", "gradient_checkpointing")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)

@@ -48,7 +48,7 @@ class Budget:
 
     def seconds_to_step(self, now: float) -> float:
         """Seconds until the next step may begin."""
-        # A part of a step more takes less than a minute for the whole ones.
+        # 2.5 steps a minute are 2 steps in 48 seconds.
         most = 1 if self._steps_a_minute is None else max(1, int(self._steps_a_minute))
         span = 60 * most / (self._steps_a_minute or most)
         while self._steps and self._steps[0] <= now - span:

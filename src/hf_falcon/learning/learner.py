@@ -200,23 +200,33 @@ class Learner:
             self._save(drafter, Path(self.options.folder))
 
     def close(self) -> None:
-        """Stops watching and learning, and saves. The drafter keeps what it has learnt."""
-        if self._is_left:
+        """
+        Stops watching and learning, and saves. The drafter keeps what it has learnt; if calls run, it gets the latest
+        weights when the last of them ends.
+        """
+        self._leave()
+
+    def _leave(self, at_once: bool = False) -> None:
+        """See `close`. With `at_once` the drafter gets its weights also while calls run, which then draft worse."""
+        if not self._is_left:
+            self._closed = self._is_left = True
+            self._wake.set()
+            if self._thread is not None and self._thread is not threading.current_thread():
+                self._thread.join(_GRACE)
+        elif not at_once:
             return
-        self._closed = self._is_left = True
-        self._wake.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_GRACE)
-        drafter = self._drafter()
-        if drafter is None:
-            return
-        if _learners.get(drafter) is self:
-            del _learners[drafter]
         with self._lock:
-            # Otherwise the last call that runs does it, and saves.
-            if self._active == 0:
+            # Otherwise the last call that runs does the rest.
+            if at_once or self._active == 0:
+                self._forget()
                 self._replace()
         self.save()
+
+    def _forget(self) -> None:
+        """Later calls of the drafter are not this learner's any more."""
+        drafter = self._drafter()
+        if drafter is not None and _learners.get(drafter) is self:
+            del _learners[drafter]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -261,9 +271,16 @@ class Learner:
             self._save_after_close()
 
     def _save_after_close(self) -> None:
-        """The last call that ran when the learner was closed saves what its drafter got."""
-        if self._is_left and self._active == 0 and self._exported != self._version:
+        """The last of the calls that ran when the learner was closed saves what its drafter got."""
+        drafter = self._drafter()
+        if not self._is_left or self._active > 0 or drafter is None or _learners.get(drafter) is not self:
+            return
+        self._forget()
+        try:
             self.save()
+        # The call has its tokens.
+        except Exception as error:
+            logger.warning(f"What the drafter has learnt was not saved: {type(error).__name__}: {error}")
 
     # What a [`CallRecorder`] asks for.
 
@@ -641,16 +658,18 @@ def _use_threads(count: int) -> None:
 
 
 def learner_of(drafter: Any) -> Learner | None:
-    """The learner of a drafter, if it has one."""
-    return _learners.get(drafter)
+    """The learner of a drafter, if it has one that was not closed."""
+    found = _learners.get(drafter)
+    return None if found is None or found._is_left else found
 
 
 def start_learning(
     drafter: Any, target: PreTrainedModel, learn: bool | str | os.PathLike[str] | LearningOptions
 ) -> Learner:
     """Makes a drafter learn from the calls of a target, in place of an earlier learner; see [`attach`]."""
-    if (earlier := learner_of(drafter)) is not None:
-        earlier.close()
+    if (earlier := _learners.get(drafter)) is not None:
+        # The next one begins with what it has learnt.
+        earlier._leave(at_once=True)
     if not isinstance(learn, LearningOptions):
         learn = LearningOptions(folder=None if isinstance(learn, bool) else learn)
     return Learner(drafter, target, learn)
@@ -665,7 +684,7 @@ def _observer_of(drafter: Any, target: PreTrainedModel) -> AbstractContextManage
 
 def _close_all() -> None:
     for learner in list(_learners.values()):
-        learner.close()
+        learner._leave(at_once=True)
 
 
 _installed = False

@@ -22,7 +22,7 @@ class LearningOptions:
         idle_share (`float`, *optional*, defaults to 0.5):
             Share of the time without calls that a thread of low priority learns in. 0 learns only between calls.
         idle_after (`float`, *optional*, defaults to 0.5): seconds after a call before that thread begins.
-        steps_a_minute (`float`, *optional*): steps of the optimizer in a minute, at most.
+        steps_a_minute (`float`, *optional*): steps of the optimizer a minute, at most, on average.
         threads (`int`, *optional*, defaults to 1): threads of torch that learning while idle uses.
         during_calls (`bool`, *optional*, defaults to `False`): whether learning may begin while a call runs.
 
