@@ -15,6 +15,8 @@ from typing import Any
 
 # Packages whose versions say what is in them.
 _KNOWN = ("builtins", "torch", __name__.partition(".")[0])
+# The class has no public name.
+_CachedFunction = type(functools.cache(len))
 
 
 def code_digest(classes: Iterable[type], functions: Iterable[object] = ()) -> str:
@@ -55,7 +57,7 @@ def _inside(value: Any) -> Iterator[Any]:
         yield value.func
     elif isinstance(value, functools.partialmethod):
         yield functools.partial(value.func, *value.args, **value.keywords)
-    elif isinstance(value, functools._lru_cache_wrapper):
+    elif isinstance(value, _CachedFunction):
         yield value.__wrapped__
 
 
