@@ -81,10 +81,8 @@ def _attentions(weights: Tensor, layer: Any, path: Tensor) -> list[Tensor]:
     Weights of shape `(1, heads, nodes, cached + nodes)` as plain decoding gives them, one token after the other. A
     static layer of the cache gives all its slots, also those that nothing is in yet.
     """
-    window, slots = (
-        getattr(layer, "sliding_window", None),
-        getattr(getattr(layer, "replaced", layer), "max_cache_len", 0),
-    )
+    window = getattr(layer, "sliding_window", None)
+    slots = getattr(getattr(layer, "replaced", layer), "max_cache_len", 0)
     path = to_device(path, weights.device)
     cached = weights.shape[-1] - weights.shape[-2]
     keys = torch.cat((torch.arange(cached, device=path.device), cached + path))
