@@ -55,7 +55,7 @@ def test_the_decision_model_decides(models, says):
         costs.observe_target(1, 1.0)
         stats = acceptance_stats_of(given["assistant_model"], models.target)
         stats.drafted_rounds = 1
-        policy = AdaptivePolicy(DraftOptions(num_assistant_tokens=8), stats, costs, 6, torch.device("cpu"))
+        policy = AdaptivePolicy(DraftOptions(num_assistant_tokens=8), stats, costs, 6)
         decisions[name] = policy.decide()
     even = branches(math.log(0.3), math.log(0.3))
     chosen = {

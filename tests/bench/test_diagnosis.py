@@ -154,11 +154,6 @@ def healthy_falcon(falcon):
     return case_of(falcon)
 
 
-@pytest.fixture
-def free_drafting(monkeypatch):
-    monkeypatch.setattr("hf_falcon.core.costs.Costs", FreeDrafting)
-
-
 @pytest.mark.parametrize("kind", ["falcon", "eagle3"])
 def test_nothing_is_found_where_nothing_is_wrong(kind, request):
     case = request.getfixturevalue("healthy" if kind == "eagle3" else "healthy_falcon")

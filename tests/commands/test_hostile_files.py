@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import tiny_drafter, tiny_target
-from utilities import edit, peak_memory
+from utilities import edit, peak_memory, start_peak
 
 from hf_falcon.commands import doctor
 from hf_falcon.commands import main as entry
@@ -57,7 +57,7 @@ MERGED = "\n".join(
 )
 def test_cards_are_refused(folder, capsys, content):
     (folder / "README.md").write_bytes(content)
-    before, start = peak_memory(), time.monotonic()
+    before, start = start_peak(), time.monotonic()
     assert entry.main(["info", str(folder)]) == 1
     assert "`README.md` in" in capsys.readouterr().err
     # Another command goes on without it.

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 from serving import chat_tokenizer, needs_the_extra, running
 from tiny_models import new_target
-from utilities import peak_memory
+from utilities import peak_memory, start_peak
 
 from hf_falcon.commands import request_limits, serving
 from hf_falcon.commands.printable import printable
@@ -101,7 +101,7 @@ def test_a_length_that_is_huge(address, monkeypatch):
 
 def test_a_body_that_is_huge(address):
     """Read by a client that reads only after it has sent all; with a length, and in pieces."""
-    before = peak_memory()
+    before = start_peak()
     status, answer = post(address, b" " * (1 << 26))
     assert status == 413 and "has 67108864 bytes" in message(answer)
     connection = http.client.HTTPConnection(address, timeout=60)

@@ -5,7 +5,7 @@ import copy
 
 import pytest
 import torch
-from counting_compiler import Backend, compiled_by
+from counting_compiler import Backend, compiled_by, drafter_of
 from quick import one_in, quick
 from tiny_models import new_drafter, new_target, prompt, tiny_drafter
 
@@ -106,12 +106,14 @@ def test_compiled_rounds(change, with_drafter, monkeypatch):
     original = compiling._is_faster
     monkeypatch.setattr(compiling, "_is_faster", lambda *arguments: [original(*arguments)] != [])
     target = new_target("llama")
-    drafter = copy.deepcopy(tiny_drafter(target))
-    hf_falcon.compile_rounds(target, (1, 4, 8), compiled_by(Backend()), drafter=drafter if with_drafter else None)
+    # Trees of eight tokens, with their roots.
+    drafter, backend = drafter_of(target), Backend()
+    hf_falcon.compile_rounds(target, (1, 4, 8), compiled_by(backend), drafter=drafter if with_drafter else None)
+    ran = backend.ran
+    assert generate(target, drafter) == generate(target) and backend.ran > ran and 8 in backend.rows
     for _ in range(2):
-        assert generate(target, drafter) == generate(target)
         change(target)
-    assert generate(target, drafter) == generate(target)
+        assert generate(target, drafter) == generate(target)
 
 
 @pytest.mark.parametrize("change", CHANGES)

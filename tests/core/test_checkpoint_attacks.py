@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tiny_models import new_drafter, prompt, tiny_target
 from transformers import AutoModel
-from utilities import edit, peak_memory
+from utilities import edit, peak_memory, start_peak
 
 import hf_falcon
 from hf_falcon import AutoDrafter, FalconDraftModel
@@ -116,7 +116,7 @@ def test_headers_are_refused(copied):
     folder = copied("vocabulary")
     file = folder / "model.safetensors"
     whole = file.read_bytes()
-    before = peak_memory()
+    before = start_peak()
     for size in (0, 2**24, 2**24 + 1, 99_000_000, 2**63, 2**64 - 1):
         file.write_bytes(struct.pack("<Q", size) + whole[8:])
         refused(folder, r"`model\.safetensors` .* not a whole safetensors file", OSError)
@@ -148,7 +148,7 @@ def test_tensors_outside_the_file_are_refused(copied, change):
     header["norm.weight"] |= change
     text = json.dumps(header).encode()
     file.write_bytes(struct.pack("<Q", len(text)) + text + data)
-    before = peak_memory()
+    before = start_peak()
     refused(folder, r"`model\.safetensors` .* not a whole safetensors file", OSError)
     assert peak_memory() - before < 2**27
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tiny_models import prompt, tiny_drafter, tiny_target
-from utilities import peak_memory
+from utilities import peak_memory, start_peak
 
 from hf_falcon import cost_files
 from hf_falcon.core import costs
@@ -72,7 +72,7 @@ def kept(**seconds) -> bytes:
 def test_whatever_is_in_it(key, file, content):
     file.write_bytes(content)
     assert cost_files.load(tiny_target("llama"), key) is None
-    before = peak_memory()
+    before = start_peak()
     generates()
     assert peak_memory() - before < 2**28
 

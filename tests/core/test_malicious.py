@@ -15,7 +15,7 @@ import transformers
 from hostile import HUGE, Bomb, fuzzed_json, fuzzed_weights
 from tiny_models import prompt, tiny_drafter, tiny_target
 from transformers import AutoModel
-from utilities import edit, peak_memory
+from utilities import edit, peak_memory, start_peak
 
 import hf_falcon
 from hf_falcon import DraftOptions, FalconDraftConfig, FalconDraftModel
@@ -85,7 +85,7 @@ def drafter_folder(saved, tmp_path):
 )
 def test_config_is_refused(drafter_folder, field, value):
     edit(drafter_folder / "config.json", **{field: value})
-    before, start = peak_memory(), time.monotonic()
+    before, start = start_peak(), time.monotonic()
     for load in (FalconDraftConfig.from_pretrained, FalconDraftModel.from_pretrained):
         # The clear error names the field.
         with pytest.raises(ValueError, match=f"`{field}`"):
@@ -96,7 +96,7 @@ def test_config_is_refused(drafter_folder, field, value):
 def test_a_config_that_asks_for_more_than_the_file_holds(drafter_folder):
     """Sizes that a real model has, but not this file: refused before they are memory."""
     edit(drafter_folder / "config.json", hidden_size=2**15, intermediate_size=2**17, num_hidden_layers=200)
-    before = peak_memory()
+    before = start_peak()
     with pytest.raises(ValueError, match="missing keys"):
         FalconDraftModel.from_pretrained(drafter_folder)
     edit(drafter_folder / "config.json", num_hidden_layers=1)
@@ -276,7 +276,7 @@ def fuzz(saved: Path, folder: Path, seed: int, count: int) -> dict[str, int]:
     originals["model.safetensors"] = (saved / "model.safetensors").read_bytes()
     folder.mkdir()
     found: dict[str, int] = {}
-    before = peak_memory()
+    before = start_peak()
     for number in range(count):
         for name, data in originals.items():
             (folder / name).write_bytes(data)

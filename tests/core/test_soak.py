@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import soak
-from utilities import peak_memory
+from utilities import peak_memory, start_peak
 
 _WARM_UP = 0.3
 # Bytes; what an allocator keeps is none of ours, a tensor of every call would be.
@@ -20,7 +20,7 @@ def test_random_calls(calls):
     seeds = iter(range(calls))
     for seed in itertools.islice(seeds, int(_WARM_UP * calls)):
         soak.run(seed)
-    before, peak = soak.held(), peak_memory()
+    before, peak = soak.held(), start_peak()
     for seed in seeds:
         soak.run(seed)
     after = soak.held()

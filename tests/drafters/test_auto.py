@@ -98,7 +98,7 @@ def test_generate_leaves_other_names_alone(saved, tmp_path):
     """A model that is no drafter is left to transformers, which takes objects."""
     shutil.copytree(saved / "target", tmp_path, dirs_exist_ok=True)
     edit(tmp_path / "config.json", architectures=["LlamaForSequenceClassification"])
-    with pytest.raises(AttributeError):
+    with pytest.raises(AttributeError, match="'str' object has no attribute"):
         generate(tiny_target(), str(tmp_path))
 
 

@@ -17,7 +17,7 @@ from hostile import HUGE, fuzzed_json, fuzzed_weights
 from safetensors.torch import load_file, save_file
 from tiny_models import prompt, tiny_target
 from transformers import GenerationConfig
-from utilities import edit, peak_memory
+from utilities import edit, peak_memory, start_peak
 
 import hf_falcon
 from hf_falcon import AutoDrafter
@@ -53,7 +53,7 @@ def load(folder: Path, **kwargs) -> Eagle3DraftModel:
 
 def refused(folder: Path, match: str, error: type[Exception] = ValueError, **kwargs) -> None:
     """Within bounds of memory and time."""
-    before, start = peak_memory(), time.monotonic()
+    before, start = start_peak(), time.monotonic()
     with pytest.raises(error, match=match):
         load(folder, **kwargs)
     assert peak_memory() - before < 2**28 and time.monotonic() - start < 60
@@ -551,7 +551,7 @@ def fuzz(saved: Path, folder: Path, seed: int, count: int) -> dict[str, int]:
     target, ids = tiny_target("llama"), prompt(12)
     expected = target.generate(ids, do_sample=False, max_new_tokens=6, pad_token_id=0).tolist()
     found: dict[str, int] = {}
-    before = peak_memory()
+    before = start_peak()
     for number in range(count):
         layout = rng.choice(["speculators", "original", "binary"])
         shutil.rmtree(folder, ignore_errors=True)

@@ -55,6 +55,10 @@ def test_compare_recipes(workplace, tmp_path, monkeypatch, capsys):
     commands.clear()
     script.main()
     assert capsys.readouterr().out.splitlines() == table and commands == []
+    # And nothing is taken for a result of other settings.
+    monkeypatch.setattr("sys.argv", ["compare_recipes.py", *map(str, words), "--limit", "1"])
+    with pytest.raises(SystemExit, match="has other settings or recipes"):
+        script.main()
 
 
 def test_choices_are_those_of_drafting_token_by_token():

@@ -26,7 +26,7 @@ from hf_falcon.training.distillation import distillation_loss
 def test_shift_left(steps):
     values = torch.arange(1, 21).reshape(2, 5, 2)
     for row, shifted in zip(values.tolist(), shift_left(values, steps).tolist()):
-        assert shifted == (row[steps:] + [[0, 0]] * steps)[: len(row)] if steps < 5 else [[0, 0]] * 5
+        assert shifted == row[steps:] + [[0, 0]] * min(steps, len(row))
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 3, 4])

@@ -5,7 +5,7 @@ import json
 import sys
 
 import pytest
-from utilities import peak_memory
+from utilities import peak_memory, start_peak
 
 from hf_falcon.training.dialogues import find_data, read_dialogues
 from hf_falcon.training.json_text import decode_json
@@ -192,7 +192,7 @@ def test_a_record_that_is_too_long(tmp_path, end, layout):
         file.write(f"{end}{rest}")
     dialogues = messages_of(path)
     assert next(dialogues) == []
-    before = peak_memory()
+    before = start_peak()
     with pytest.raises(ValueError, match=r"long.json, record 2 is longer than 8,388,608 characters: split or remove"):
         next(dialogues)
     assert peak_memory() - before < 2**27

@@ -7,7 +7,7 @@ import struct
 import pytest
 import torch
 from safetensors.torch import save_file
-from utilities import peak_memory
+from utilities import peak_memory, start_peak
 
 from hf_falcon.training import token_file as token_file_module
 from hf_falcon.training.token_file import TokenFile
@@ -172,7 +172,7 @@ def test_headers_of_token_files(tmp_path):
         with pytest.raises(ValueError, match=f"its header has {length} bytes, more than 1048576"):
             TokenFile.load(path)
     with_header(path, {str(i): {"dtype": "U8", "shape": [0], "data_offsets": [0, 0]} for i in range(100_000)})
-    before = peak_memory()
+    before = start_peak()
     with pytest.raises(ValueError, match="its header has"):
         TokenFile.load(path)
     assert peak_memory() - before < 2**20
