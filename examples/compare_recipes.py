@@ -61,12 +61,24 @@ def main() -> None:
     parser.add_argument("--limit", default="3", help="prompts of each file")
     parser.add_argument("--max_new_tokens", default="64", help="new tokens a prompt")
     arguments = parser.parse_args()
+    check_settings(arguments)
     print(
         "| recipe | top-1 at depth 1, 2, 3, 4 | tau, chain | tau, tree |\n| --- | --- | --- | --- |",
         flush=True,
     )
     for number, (name, options) in enumerate(RECIPES.items()):
         print(row(arguments, arguments.output_dir / f"{number:02d}", name, options.split()), flush=True)
+
+
+def check_settings(arguments: argparse.Namespace) -> None:
+    """Results of other settings, or of other recipes, are not taken for these."""
+    kept = arguments.output_dir / "settings.json"
+    given = {name: value for name, value in vars(arguments).items() if name != "output_dir"}
+    settings = json.dumps({**given, "recipes": RECIPES}, default=str, indent=2)
+    if kept.exists() and kept.read_text() != settings:
+        raise SystemExit(f"{kept} has other settings or recipes: repeat the first command, or give another folder.")
+    arguments.output_dir.mkdir(parents=True, exist_ok=True)
+    kept.write_text(settings)
 
 
 def row(arguments: argparse.Namespace, folder: Path, name: str, options: list[str]) -> str:

@@ -126,6 +126,12 @@ def main() -> list[dict[str, float]]:
     rows: list[dict[str, float]] = []
     if output is not None and output.exists():
         rows = [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+    if rows and arguments.folder is None:
+        raise SystemExit(
+            f"{arguments.output} has rows of a drafter that was not kept: give its `folder`, or delete it."
+        )
+    if rows and rows[-1]["calls"] != (len(rows) - 1) * arguments.every:
+        raise SystemExit(f"{arguments.output} was written with another `every`: give that one, or delete it.")
     print(" calls    tau  other  speed-up  steps  megabytes")
     with Learner(drafter, target, options) as learner:
         for done in range(0, len(stream) + 1, arguments.every):

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from tqdm.auto import tqdm
 
-from hf_falcon import compiled_rounds, packed_weights
+from hf_falcon import compiled_rounds, packed_weights, uncompile_rounds
 from hf_falcon.bench.busy import busy_processes
 from hf_falcon.bench.methods import COMPILED, PACKED, Models, resolve
 from hf_falcon.bench.prompts import read_turns
@@ -107,7 +107,9 @@ def measure(arguments, target, tokenizer, methods, peers):
 
 @contextmanager
 def prepared(name, target, drafter):
-    """The target packed and compiled as a method of `hf-falcon bench` has it."""
+    """The target packed and compiled as a method of `hf-falcon bench` has it, and otherwise as it is."""
+    # Also code that `hf-falcon tune --compile` has kept.
+    uncompile_rounds(target)
     with ExitStack() as stack:
         if name in PACKED:
             stack.enter_context(packed_weights(target, *([drafter] if drafter is not None else [])))

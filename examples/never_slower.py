@@ -37,7 +37,7 @@ PLAIN, RANDOM = "plain", "random"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="target, from the Hub or a folder; the demo's if left out")
-    parser.add_argument("--drafters", nargs="*", default=[], help="more drafters: name=FOLDER")
+    parser.add_argument("--drafters", nargs="*", default=[], help="more drafters: name=FOLDER; of another target, all")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--data", nargs="+", required=True, help="JSON-lines files; their first turns are the prompts")
     parser.add_argument("--limit", type=int, default=4, help="prompts of each file")
@@ -61,7 +61,8 @@ def main() -> None:
     wanted = {(*turn, name) for turn in turns for name in drafters}
     lines = arguments.output.read_text().splitlines() if arguments.output.exists() else []
     # A file may have results of other settings, too.
-    settings = {name: getattr(arguments, name) for name in ("target", "dtype", "data", "limit")}
+    settings = {name: getattr(arguments, name) for name in ("target", "dtype", "data", "limit", "drafters")}
+    settings["threads"] = threads
     measured = [line for line in map(json.loads, lines) if key(line) in wanted and line["settings"] == settings]
     done = set(map(key, measured))
     progress = tqdm(total=len(wanted), unit="process")
@@ -86,14 +87,16 @@ def main() -> None:
 
 
 def load_drafters(arguments, target):
-    """By name. `None` is plain decoding; `random` has the default drafter's sizes."""
-    default = load_drafter(None, arguments.dtype, target.device, target)
-    found = {PLAIN: None, "lookup": "lookup", "default": default}
-    for word in arguments.drafters:
-        name, _, folder = word.partition("=")
-        found[name] = load_drafter(folder, arguments.dtype, target.device, target)
-    torch.manual_seed(0)
-    found[RANDOM] = type(default)(default.config).to(target.dtype).eval()
+    """By name. `None` is plain decoding; `random` has the sizes of the first drafter."""
+    folders = {} if arguments.target else {"default": None}
+    folders |= {name: folder for name, _, folder in (word.partition("=") for word in arguments.drafters)}
+    drafters = {name: load_drafter(each, arguments.dtype, target.device, target) for name, each in folders.items()}
+    for drafter in drafters.values():
+        drafter.check_target(target)
+    found = {PLAIN: None, "lookup": "lookup", **drafters}
+    for first in list(drafters.values())[:1]:
+        torch.manual_seed(0)
+        found[RANDOM] = type(first)(first.config).to(target.dtype).eval()
     return found
 
 
