@@ -37,7 +37,7 @@ PLAIN, RANDOM = "plain", "random"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="target, from the Hub or a folder; the demo's if left out")
-    parser.add_argument("--drafters", nargs="*", default=[], help="more drafters: name=FOLDER; of another target, all")
+    parser.add_argument("--drafters", nargs="*", default=[], help="more drafters, or all with --target: name=FOLDER")
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--data", nargs="+", required=True, help="JSON-lines files; their first turns are the prompts")
     parser.add_argument("--limit", type=int, default=4, help="prompts of each file")
@@ -94,7 +94,8 @@ def load_drafters(arguments, target):
     for drafter in drafters.values():
         drafter.check_target(target)
     found = {PLAIN: None, "lookup": "lookup", **drafters}
-    for first in list(drafters.values())[:1]:
+    if drafters:
+        first = next(iter(drafters.values()))
         torch.manual_seed(0)
         found[RANDOM] = type(first)(first.config).to(target.dtype).eval()
     return found

@@ -732,19 +732,25 @@ def test_options_out_of_range(field, value):
         LearningOptions(keep_samples=True)
 
 
+def learn_until_replaced(found, times=1):
+    while found._replacements < times:
+        assert found.learn(4) == 4
+
+
 def test_a_save_that_dies_before_its_drafter_goes_on_with_the_one_before(tmp_path, monkeypatch):
     """The state is written first. The drafter of the folder is then that of the save before."""
     target, drafter = pair()
     with learner(drafter, target, folder=tmp_path) as found:
-        replay_calls(found, 30)
+        replay_calls(found, 40)
+        learn_until_replaced(found)
         found.save()
-        found.learn(16)
+        # The folder has neither the drafter that learning began with, nor the latest one.
+        learn_until_replaced(found, 2)
         with monkeypatch.context() as patch:
             patch.setattr(learner_module.files, "save_drafter", killed)
             with pytest.raises(KeyboardInterrupt):
                 found.save()
             steps = found.statistics.steps
-            assert found.statistics.replacements > 0
             with pytest.raises(KeyboardInterrupt):
                 found.close()
     kept = hf_falcon.FalconDraftModel.from_pretrained(tmp_path / "drafter")
@@ -784,8 +790,8 @@ def test_weights_stay_in_a_call_that_runs(tmp_path, watched):
 
         def put(self, value):
             self.tokens += 1
-            while value.numel() == 1 and found._replacements == 0:
-                assert found.learn(4) == 4
+            if value.numel() == 1:
+                learn_until_replaced(found)
             if self.tokens == 4:
                 found.close()
             during.append(same(weights_of(drafter), before))
@@ -832,8 +838,7 @@ def test_a_save_that_fails_after_the_last_call_is_a_warning(tmp_path, monkeypatc
         def put(self, value):
             if value.numel() == 1 and learner_of(drafter) is not None:
                 # What it learns in a call waits for its end.
-                while found._replacements == 0:
-                    assert found.learn(4) == 4
+                learn_until_replaced(found)
                 found.close()
                 monkeypatch.setattr(learner_module.files, "save_drafter", fails)
 
@@ -859,8 +864,8 @@ def test_a_new_learner_in_the_middle_of_a_call_begins_with_what_was_learnt():
 
         def put(self, value):
             self.tokens += 1
-            while value.numel() == 1 and found._replacements == 0:
-                assert found.learn(4) == 4
+            if value.numel() == 1:
+                learn_until_replaced(found)
             if self.tokens == 4:
                 hf_falcon.attach(target, drafter, learn=LearningOptions(**FAST))
 

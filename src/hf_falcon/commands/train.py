@@ -67,7 +67,7 @@ def main(argv: list[str]) -> int:
             stored = StoredFeatures(options.features_dir, target, data, layers)
         else:
             stored = kept_features(options.data, files, target, layers)
-    # A new drafter starts from samples that are trained on: those that are held out judge it.
+    # A new drafter starts from the samples before those that are held out, which judge it.
     drafter = _drafter(options, target, data.first(_trained_on(options, data)), stored)
     if "chat_template_kwargs" in data.metadata:
         # `generate` and `doctor` compare them with a call's.

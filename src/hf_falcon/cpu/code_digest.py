@@ -1,7 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-A digest of the code that runs in modules, and not of the files that it came from: code that was replaced in this
-process, in a class or in the module of Python that a forward is in, gives another digest.
+A digest of the code that modules run. Unlike a digest of its files, it changes when a process replaces a method, or a
+function that a method calls.
 """
 
 from __future__ import annotations

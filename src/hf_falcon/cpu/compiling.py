@@ -124,6 +124,8 @@ def compile_rounds(
         try:
             _compile_passes(rounds, target, drafter, config)
         except BaseException:
+            for passes in rounds.made.get(drafter, {}).values():
+                passes.drop()
             rounds.drop_weights()
             raise
     elif drafter is not None and getattr(drafter, "max_draft_passes", None) != 0:

@@ -60,8 +60,7 @@ def undo_decline(target: PreTrainedModel) -> None:
 
 def stop_expecting(target: PreTrainedModel) -> None:
     """Undoes `expect_rounds`, but not `decline`."""
-    tried = _tried.get(target, set())
-    tried &= {None}
+    _tried.get(target, set()).intersection_update({None})
 
 
 def expect_rounds(target: PreTrainedModel) -> None:
