@@ -19,6 +19,7 @@ from transformers import DynamicCache, FalconH1Config, FalconH1ForCausalLM, PreT
 from hf_falcon.bench.prompts import read_turns
 from hf_falcon.chains import ChainRun
 from hf_falcon.commands.models import encode, load_drafter, load_target
+from hf_falcon.core.target_parts import CACHE_NAME
 from hf_falcon.core.tree import chain
 
 # The Mamba part of a small Falcon-H1.
@@ -108,7 +109,7 @@ def decode(target, prompt, max_new_tokens, assistant):
 @torch.no_grad()
 def print_costs(target: PreTrainedModel, input_ids: torch.Tensor, turns: int = 20) -> None:
     """The time of a forward over some tokens, and of a copy of the state, in forwards over a single token."""
-    kwargs = {"past_key_values": DynamicCache(config=target.config), "use_cache": True}
+    kwargs = {CACHE_NAME: DynamicCache(config=target.config), "use_cache": True}
     run = ChainRun(target, input_ids, target.generation_config, kwargs)
     run.prefill(input_ids)
     best = dict.fromkeys((*SIZES, "copy"), float("inf"))

@@ -20,6 +20,7 @@ from hf_falcon import packed_weights
 from hf_falcon.commands.models import load_drafter, load_target
 from hf_falcon.core.candidate_generator import FalconCandidateGenerator
 from hf_falcon.core.draft_options import DraftOptions
+from hf_falcon.core.target_parts import CACHE_NAME
 from hf_falcon.core.target_run import TargetRun
 from hf_falcon.cpu import compiled_rounds
 
@@ -77,7 +78,7 @@ class Context:
         self._ids = torch.zeros(1, length, dtype=torch.long, device=target.device)
         self._cache = filled_cache(target, length)
         # With a mask of all tokens `generate` knows that only the last one is not in the cache yet.
-        kwargs = {"past_key_values": filled_cache(target, length - 1), "attention_mask": torch.ones_like(self._ids)}
+        kwargs = {CACHE_NAME: filled_cache(target, length - 1), "attention_mask": torch.ones_like(self._ids)}
         self._run = TargetRun(target, self._ids, target.generation_config, kwargs)
         _, [prompt] = self._run.prefill(self._ids)
         features = prompt.features.expand(1, length, -1)
@@ -90,7 +91,7 @@ class Context:
         """Times one plain step, which is undone, and one round, whose tokens stay in the cache."""
         root, seconds = self._ids[:, -1:], self.seconds
         start = clock()
-        self._target(root, past_key_values=self._cache, use_cache=True)
+        self._target(root, use_cache=True, **{CACHE_NAME: self._cache})
         seconds["plain"].append(clock() - start)
         self._cache.crop(-1)
         times = [clock()]
@@ -110,7 +111,7 @@ class Context:
 def filled_cache(target, length):
     """A cache that holds one token `length` times: the time does not depend on its content."""
     cache = DynamicCache(config=target.config)
-    target(torch.zeros(1, 1, dtype=torch.long, device=target.device), past_key_values=cache, use_cache=True)
+    target(torch.zeros(1, 1, dtype=torch.long, device=target.device), use_cache=True, **{CACHE_NAME: cache})
     for layer in cache.layers:
         layer.keys, layer.values = (states.repeat(1, 1, length, 1) for states in (layer.keys, layer.values))
     return cache

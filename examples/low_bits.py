@@ -28,7 +28,7 @@ from hf_falcon.bench.prompts import read_turns
 from hf_falcon.bench.tables import aligned
 from hf_falcon.commands.models import encode, load_drafter, load_target
 from hf_falcon.core.probe import probe
-from hf_falcon.core.target_parts import decoder_layers
+from hf_falcon.core.target_parts import CACHE_NAME, decoder_layers
 from hf_falcon.core.target_run import TargetRun
 from hf_falcon.core.tree import chain
 
@@ -160,7 +160,7 @@ def by_torchao(target, bits):
 
 def said(target):
     """What the probe finds that the target takes in a round."""
-    given = {"attention_mask": torch.ones(1, 1), "past_key_values": DynamicCache(config=target.config)}
+    given = {"attention_mask": torch.ones(1, 1), CACHE_NAME: DynamicCache(config=target.config)}
     verdict = probe(target, 1, target.generation_config, given)
     return verdict.way if verdict.reason is None else f"{verdict.way}: {verdict.reason}"
 
@@ -196,7 +196,7 @@ class Rounds:
     def __init__(self, target, length):
         self._ids = torch.zeros(1, length, dtype=torch.long)
         kwargs = {
-            "past_key_values": DynamicCache(config=target.config),
+            CACHE_NAME: DynamicCache(config=target.config),
             "attention_mask": torch.ones_like(self._ids),
             "use_cache": True,
         }

@@ -39,6 +39,7 @@ from hf_falcon.commands.models import (
 )
 from hf_falcon.commands.train_arguments import DrafterArguments
 from hf_falcon.core.draft_options import DraftOptions
+from hf_falcon.core.target_parts import CACHE_NAME
 
 # The shapes and vocabularies of Llama-2-7B and Llama-3.1-70B.
 ON_PAPER = {
@@ -136,7 +137,7 @@ def target_bytes(config, dtype, context):
     with torch.device("meta"), torch.no_grad():
         target = AutoModelForCausalLM.from_config(config, dtype=dtype)
         cache = DynamicCache(config=config)
-        target(torch.zeros(1, context, dtype=torch.long), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        target(torch.zeros(1, context, dtype=torch.long), use_cache=True, logits_to_keep=1, **{CACHE_NAME: cache})
     return weight_bytes(target), sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 

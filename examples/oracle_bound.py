@@ -22,6 +22,7 @@ from transformers import DynamicCache
 from hf_falcon.commands.models import load_drafter, load_target
 from hf_falcon.core import decoding
 from hf_falcon.core.candidate_generator import FalconCandidateGenerator
+from hf_falcon.core.target_parts import CACHE_NAME
 from hf_falcon.core.target_run import TargetRun
 from hf_falcon.core.tree import chain
 
@@ -159,7 +160,7 @@ class Call:
 
     def _part_by_part(self, ids):
         """The target and the drafter after `ids`."""
-        kwargs = {"past_key_values": DynamicCache(config=self._target.config), "use_cache": True}
+        kwargs = {CACHE_NAME: DynamicCache(config=self._target.config), "use_cache": True}
         run = TargetRun(self._target, ids, self._target.generation_config, kwargs)
         _, [prompt] = run.prefill(ids[:, :-1])
         self._features = prompt.features

@@ -20,7 +20,7 @@ from transformers import (
 
 from .core.interfaces import register_part
 from .core.probe import LAYER_OUTPUTS
-from .core.target_parts import extra_inputs, first_step, rope_boundary
+from .core.target_parts import CACHE_NAME, extra_inputs, first_step, rope_boundary
 from .core.verification import Batch, TokenSequence
 from .private_names import allowed_tokens_function, beams_of, pad_token
 
@@ -198,7 +198,7 @@ class RowsBatch(Batch):
             return "the batch has several rows, and without an `eos_token_id` rows that have ended continue"
         if rope_boundary(model.config.get_text_config(decoder=True))[0] is not None:
             return "the batch has several rows, and the target's rotary frequencies depend on the longest"
-        if model_kwargs["past_key_values"].get_seq_length() > 0:
+        if model_kwargs[CACHE_NAME].get_seq_length() > 0:
             return "the batch has several rows and continues from a cache"
         mask = model_kwargs.get("attention_mask")
         if mask is not None and not bool(mask.any(dim=-1).all()):

@@ -17,6 +17,7 @@ from .core.costs import Costs
 from .core.hook import extend_model_kwargs, is_user_defined, prefill
 from .core.interfaces import register_part, target_acceleration
 from .core.target_parts import (
+    CACHE_NAME,
     CACHE_NAMES,
     FeatureTap,
     cached_tokens,
@@ -68,7 +69,7 @@ class ChainRun:
         self._boundaries = depth_boundaries(model)
         # They describe the tokens in the cache.
         self._model_kwargs = model_kwargs
-        self._cache_name = next((name for name in CACHE_NAMES if name in model_kwargs), CACHE_NAMES[0])
+        self._cache_name = next((name for name in CACHE_NAMES if name in model_kwargs), CACHE_NAME)
         self._rewind: Rewind | None = None
         self._outputs: Any = None
         self.layer_outputs = NoLayerOutputs()
@@ -193,7 +194,7 @@ class ChainRun:
         model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: Mapping[str, Any]
     ) -> str | None:
         """The reason why no chain can be verified in a call, if there is one."""
-        if isinstance(model_kwargs.get("past_key_values"), StaticCache):
+        if isinstance(model_kwargs.get(CACHE_NAME), StaticCache):
             return "a static cache cannot drop rejected tokens"
         # Unlimited-OCR's, far behind the prompt.
         if _REFERENCE_SLIDING in layer_kinds(model.config):

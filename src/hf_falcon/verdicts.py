@@ -12,7 +12,7 @@ from transformers import DynamicCache, LogitsProcessorList, PreTrainedModel, Sto
 
 from .core.hook import makes_own_cache
 from .core.probe import Verdict, positions_of, verdict_of_call
-from .core.target_parts import CACHE_NAMES
+from .core.target_parts import CACHE_NAME
 
 
 def verdict_of_prompt(model: PreTrainedModel, input_ids: Tensor, attention_mask: Tensor | None = None) -> Verdict:
@@ -25,8 +25,8 @@ def verdict_of_prompt(model: PreTrainedModel, input_ids: Tensor, attention_mask:
     """
     takes = inspect.signature(model.forward).parameters
     kwargs: dict[str, Any] = {"use_cache": True}
-    if CACHE_NAMES[0] in takes and not model.config.is_encoder_decoder and not makes_own_cache(model):
-        kwargs[CACHE_NAMES[0]] = DynamicCache(config=model.config.get_text_config(decoder=True))
+    if CACHE_NAME in takes and not model.config.is_encoder_decoder and not makes_own_cache(model):
+        kwargs[CACHE_NAME] = DynamicCache(config=model.config.get_text_config(decoder=True))
     if attention_mask is not None and not bool(attention_mask.all()):
         kwargs["attention_mask"] = attention_mask
     if "position_ids" in takes:

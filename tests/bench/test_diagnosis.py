@@ -17,7 +17,7 @@ from hf_falcon.bench import acceptance, diagnosis
 from hf_falcon.bench.acceptance import Acceptance, FirstChoices, Text, decode, first_choices
 from hf_falcon.bench.diagnosis import Case, Reference, Template, diagnose
 from hf_falcon.core.candidate_generator import FalconCandidateGenerator
-from hf_falcon.core.target_parts import FeatureTap
+from hf_falcon.core.target_parts import CACHE_NAME, FeatureTap
 
 
 def text_of(*tokens) -> Text:
@@ -239,7 +239,7 @@ def test_layers_that_the_target_does_not_have():
     "name, reason",
     [
         ("bert", "encoder"),
-        ("openai-gpt", "takes no `past_key_values`"),
+        ("openai-gpt", f"takes no `{CACHE_NAME}`"),
         ("mamba", "otherwise than one by one"),
     ],
 )

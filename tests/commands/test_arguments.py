@@ -16,6 +16,7 @@ import hf_falcon
 from hf_falcon.commands import generate, models, train
 from hf_falcon.commands import main as entry
 from hf_falcon.commands.run_arguments import CommandParser, parse_run
+from hf_falcon.core.target_parts import CACHE_NAME
 from hf_falcon.training.trainer import FalconTrainingArguments
 
 SOURCE = str(Path(hf_falcon.__file__).parents[1])
@@ -62,7 +63,7 @@ def test_evaluate_of_a_target_that_is_decoded_plainly(saved, capsys):
         *words_for(saved, "openai-gpt"),
     ]
     line = error_of(capsys, words)
-    assert "decoded plainly" in line and "no `past_key_values`" in line
+    assert "decoded plainly" in line and f"no `{CACHE_NAME}`" in line
 
 
 def test_tokens_per_round_are_tau_and_one(saved, capsys):

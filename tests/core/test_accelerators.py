@@ -29,6 +29,7 @@ from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
 
 from hf_falcon.core.policy import acceptance_stats_of
+from hf_falcon.core.target_parts import CACHE_NAME
 
 
 @pytest.fixture(params=["simulated", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -210,7 +211,7 @@ def test_a_target_on_two_devices(extra, device):
         device.put(part)
     first = dict.fromkeys(("model.embed_tokens", "model.rotary_emb", "model.layers.0"), f"{device.name}:0")
     second = dict.fromkeys(("model.layers.1", "model.norm", "lm_head"), f"{device.name}:1")
-    dispatch_model(target, first | second, skip_keys="past_key_values", force_hooks=True)
+    dispatch_model(target, first | second, skip_keys=CACHE_NAME, force_hooks=True)
     for mode in ("greedy", "sampled"):
         check(device, target, drafter, prompt(9), **MODES[mode])
     check(device, target, drafter, random_tokens(2, 9))

@@ -26,6 +26,7 @@ import hf_falcon
 from hf_falcon import FalconGenerateOutput
 from hf_falcon.core import probe
 from hf_falcon.core.probe import CHAINS, PLAIN
+from hf_falcon.core.target_parts import CACHE_NAME
 from hf_falcon.verdicts import verdict_of_prompt
 
 # Full attention, a window, both of them in one model, and positions that are learnt.
@@ -268,7 +269,7 @@ def check_fallback(target, warnings_given, reason, *args, **kwargs):
     for _ in range(2):
         output = plain(target, *args, assistant_model=drafter, **kwargs)
         for field in expected if isinstance(expected, dict) else ():
-            if field not in ("past_key_values", "draft_statistics"):
+            if field not in (CACHE_NAME, "draft_statistics"):
                 torch.testing.assert_close(output[field], expected[field])
         if not isinstance(expected, dict):
             assert output.tolist() == expected.tolist()
@@ -277,7 +278,7 @@ def check_fallback(target, warnings_given, reason, *args, **kwargs):
     return output
 
 
-WITHOUT_A_CACHE = {"bert": "keeps no cache", "openai-gpt": "no `past_key_values`"}
+WITHOUT_A_CACHE = {"bert": "keeps no cache", "openai-gpt": f"no `{CACHE_NAME}`"}
 
 
 @pytest.mark.parametrize("name", WITHOUT_TREES)

@@ -41,6 +41,7 @@ from transformers import (
 
 import hf_falcon
 from hf_falcon import CausalLMDrafter, DraftModel, DraftOptions, LookupDrafter
+from hf_falcon.core.target_parts import CACHE_NAME
 from hf_falcon.core.target_run import TargetRun
 
 NEW_TOKENS = 24
@@ -199,7 +200,7 @@ ASSISTED: dict[str, Row | list[Row]] = {
     ],
     # Eager attention gives weights, others give empty tuples.
     "output_attentions": [Row({"output_attentions": True}, matters=False, target=name) for name in ("gemma2", "llama")]
-    + [Row(lambda: {"output_attentions": True, "past_key_values": DynamicCache()}, matters=False, target="gemma2")],
+    + [Row(lambda: {"output_attentions": True, CACHE_NAME: DynamicCache()}, matters=False, target="gemma2")],
     "streamer": Row(lambda: {"streamer": TextStreamer(tiny_tokenizer())}, matters=False),
     # The prompt.
     "inputs": Row({"inputs": prompt(5, seed=2)}),
@@ -223,13 +224,13 @@ ASSISTED: dict[str, Row | list[Row]] = {
             }
         ),
     ],
-    "past_key_values": [
-        Row(lambda: {"past_key_values": _filled_cache(6)}, matters=False),
-        Row(lambda: {"past_key_values": _static_cache(), "disable_compile": True}, matters=False),
-        Row(lambda: {"past_key_values": _filled_cache(6), "inputs_embeds": _embeds(), "inputs": None}, matters=False),
+    CACHE_NAME: [
+        Row(lambda: {CACHE_NAME: _filled_cache(6)}, matters=False),
+        Row(lambda: {CACHE_NAME: _static_cache(), "disable_compile": True}, matters=False),
+        Row(lambda: {CACHE_NAME: _filled_cache(6), "inputs_embeds": _embeds(), "inputs": None}, matters=False),
         Row(
             lambda: {
-                "past_key_values": _filled_cache(5),
+                CACHE_NAME: _filled_cache(5),
                 "inputs": prompt(4, seed=4),
                 "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]]),
             }
@@ -282,7 +283,7 @@ OF_OTHER_WAYS: dict[str, Any] = {
 PLAIN: dict[str, Row] = {
     "attention_mask": Row(
         lambda: {
-            "past_key_values": _filled_cache(9),
+            CACHE_NAME: _filled_cache(9),
             "attention_mask": torch.tensor([[0, 0, 1, 1, 1, 1, 1, 1, 1]]),
         },
         message="(1, 9), for 9 tokens in the cache",
@@ -354,8 +355,8 @@ def check_output(output: Any, expected: Any) -> None:
     assert output.sequences.tolist() == expected.sequences.tolist()
     for name in ("scores", "logits", "hidden_states", "attentions"):
         assert name not in expected or _equal(output[name], expected[name]), name
-    if "past_key_values" in expected:
-        assert output.past_key_values.get_seq_length() == expected.past_key_values.get_seq_length()
+    if CACHE_NAME in expected:
+        assert output[CACHE_NAME].get_seq_length() == expected[CACHE_NAME].get_seq_length()
 
 
 # Greedy tokens without scores are verified at once, others one by one; drafts that are right, and some that are not.
@@ -623,10 +624,10 @@ def test_chat_of_many_turns_in_one_cache(name, draft, monkeypatch):
         if draft == "oracle":
             use_oracle(monkeypatch, expected)
         assistant = {} if turn == 2 else {"assistant_model": tiny_drafter(target)}
-        settings = {"inputs": sequence, "attention_mask": mask, "past_key_values": cache, **assistant, **DICT}
+        settings = {"inputs": sequence, "attention_mask": mask, CACHE_NAME: cache, **assistant, **DICT}
         output = _generate(target, settings, max_new_tokens=10)
         assert output.sequences.tolist() == expected.tolist()
-        assert output.past_key_values is cache
+        assert output[CACHE_NAME] is cache
         assert cache.get_seq_length() == expected.shape[1] - 1
         sequence = torch.cat((expected, prompt(4, seed=turn)), dim=1)
 

@@ -19,6 +19,7 @@ from transformers import CompileConfig, DynamicCache
 from transformers.utils import output_capturing
 
 import hf_falcon
+from hf_falcon.core.target_parts import CACHE_NAME
 from hf_falcon.core.target_run import TargetRun
 from hf_falcon.cpu import compiled_rounds, compiling, packed_layouts
 from hf_falcon.cpu.compiled_code import BuiltCode
@@ -252,7 +253,7 @@ def test_drafters_that_read_layers_have_uncompiled_rounds(target, backend):
     ran = backend.ran
     assert generate(target, tokens, drafter) == generate(target, tokens)
     assert backend.ran == ran
-    arguments = target, tokens, target.generation_config, {"past_key_values": None}
+    arguments = target, tokens, target.generation_config, {CACHE_NAME: None}
     assert TargetRun(*arguments).acceleration.sizes == SIZES and TargetRun(*arguments, [0]).acceleration.sizes == ()
 
 

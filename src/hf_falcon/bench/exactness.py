@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from ..core.interfaces import target_acceleration
+from ..core.target_parts import CACHE_NAME
 from ..core.target_run import TargetRun
 from ..core.tree import DraftTree, ancestor_mask
 
@@ -103,7 +104,7 @@ def exactness(
 
 def _arguments(target: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
     return {
-        "past_key_values": DynamicCache(config=target.config),
+        CACHE_NAME: DynamicCache(config=target.config),
         "attention_mask": torch.ones_like(input_ids),
         "use_cache": True,
     }

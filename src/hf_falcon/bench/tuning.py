@@ -22,7 +22,7 @@ from ..core.draft_options import DraftOptions
 from ..core.interfaces import Drafter, target_acceleration
 from ..core.policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, acceptance_stats_of
 from ..core.probe import TREES
-from ..core.target_parts import FeatureTap
+from ..core.target_parts import CACHE_NAME, FeatureTap
 from ..core.target_run import TargetRun
 from ..core.tree import Branches, chain
 from ..cost_files import save
@@ -173,7 +173,7 @@ class _Recorder(DraftPolicy):
 def target_seconds(target: PreTrainedModel, context: int, max_nodes: int, seconds: float) -> dict[int, float]:
     """Seconds of the target's forward by draft nodes, after `context` tokens."""
     input_ids = torch.randint(target.config.get_text_config(decoder=True).vocab_size, (1, context))
-    kwargs = {"past_key_values": DynamicCache(config=target.config), "use_cache": True}
+    kwargs = {CACHE_NAME: DynamicCache(config=target.config), "use_cache": True}
     input_ids = input_ids.to(target.device)
     make_run = TargetRun if verdict_of_prompt(target, input_ids).way == TREES else ChainRun
     run = make_run(target, input_ids, target.generation_config, kwargs)

@@ -27,7 +27,7 @@ from .hook import is_user_defined, sample
 from .interfaces import Drafter, RowsDecoder, drafter_files, needed_part, part
 from .policy import AdaptivePolicy, DraftPolicy, PlainPolicy, acceptance_stats_of
 from .probe import CHAINS, PLAIN, TREES, Verdict, verdict_of_call
-from .target_parts import names_rows
+from .target_parts import CACHE_NAME, names_rows
 from .target_run import TargetRun
 from .tree import DraftTree, collect, to_device
 from .verification import Batch, TokenSequence, Verification, verify, verify_rows
@@ -319,6 +319,6 @@ def _output(
         logits=first.logits,
         attentions=layer_outputs.attentions,
         hidden_states=layer_outputs.hidden_states,
-        past_key_values=cache,
         draft_statistics=found,
+        **{CACHE_NAME: cache},
     )

@@ -32,6 +32,7 @@ from .caches import ROW_LAYERS
 from .hook import attention_implementation, extend_model_kwargs, makes_own_cache, plain_reason, prefill
 from .interfaces import part
 from .target_parts import (
+    CACHE_NAME,
     CACHE_NAMES,
     FULL,
     SLIDING,
@@ -157,7 +158,7 @@ def _kinds_of(model_kwargs: Mapping[str, Any]) -> Hashable:
     """The kinds of a call's arguments, as far as the probe has them as well; see [`_Trial._arguments`]."""
     names = ("attention_mask", "position_ids", *sorted(TOKEN_TYPES))
     dimensions = tuple(None if (value := model_kwargs.get(name)) is None else value.dim() for name in names)
-    return dimensions, isinstance(model_kwargs.get("past_key_values"), Cache)
+    return dimensions, isinstance(model_kwargs.get(CACHE_NAME), Cache)
 
 
 def _state_of(model: PreTrainedModel) -> Hashable:
@@ -262,9 +263,7 @@ class _Trial:
         found = []
         for end in range(_PROMPT + 1, _PROMPT + _TOKENS + 1):
             kwargs = extend_model_kwargs(self._model, kwargs, 1, outputs)
-            for name in CACHE_NAMES:
-                if name in outputs:
-                    kwargs[name] = outputs[name]
+            kwargs |= {name: outputs[name] for name in CACHE_NAMES if name in outputs}
             tokens = to_device(self._text[:, :end], self._model.device)
             inputs = self._model.prepare_inputs_for_generation(tokens, next_sequence_length=1, **kwargs)
             outputs = self._model(**inputs, return_dict=True)
@@ -320,8 +319,8 @@ class _Trial:
         if given.get("attention_mask") is not None:
             mask[0, :_PADDING] = 0
             kwargs["attention_mask"] = mask
-        if isinstance(given.get("past_key_values"), Cache) and not makes_own_cache(self._model):
-            kwargs["past_key_values"] = DynamicCache(config=self._model.config.get_text_config(decoder=True))
+        if isinstance(given.get(CACHE_NAME), Cache) and not makes_own_cache(self._model):
+            kwargs[CACHE_NAME] = DynamicCache(config=self._model.config.get_text_config(decoder=True))
         if (positions := given.get("position_ids")) is not None:
             places = positions_of(mask)
             kwargs["position_ids"] = places.expand(*positions.shape[:-2], *places.shape)
@@ -403,7 +402,7 @@ def _no_probe_reason(model: PreTrainedModel) -> str | None:
     if any(is_spread(parameter) for parameter in model.parameters()) or (getattr(model, "tp_size", None) or 1) > 1:
         return "the target's weights are spread over several processes, which could decide differently"
     if not any(name in inspect.signature(model.forward).parameters for name in CACHE_NAMES):
-        return f"the target takes no `{CACHE_NAMES[0]}`"
+        return f"the target takes no `{CACHE_NAME}`"
     if any(quantised_layers(model)):
         refusal = part("quantised")
         reason: str | None = _NO_QUANTISED if refusal is None else refusal(model)
@@ -414,7 +413,7 @@ def _no_probe_reason(model: PreTrainedModel) -> str | None:
 def _no_tree_in_parts(model: PreTrainedModel) -> str | None:
     """The reason why the target's forward cannot take a tree, if there is one."""
     takes = inspect.signature(model.forward).parameters
-    missing = [name for name in ("position_ids", "past_key_values") if name not in takes]
+    missing = [name for name in ("position_ids", CACHE_NAME) if name not in takes]
     return f"the target takes no `{missing[0]}`, which a tree needs" if missing else None
 
 
@@ -426,7 +425,7 @@ def _no_draft_reason(
 ) -> str | None:
     """The reason why nothing can be verified in this call, if there is one."""
     config = model.config.get_text_config(decoder=True)
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE_NAME)
     if model.config.is_encoder_decoder:
         return "the target is an encoder-decoder model"
     # BERT's kind. GPT-NeoX's configuration has the field as well, but GPT-NeoX is a decoder.
@@ -490,7 +489,7 @@ def _no_tree_reason(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Map
     # It is not tried: kernels for masks of another kind read a tree's mask out of bounds, which ends the process.
     if attention not in _MASKED_ATTENTION:
         return f"`attn_implementation` is {attention!r}, which takes no tree mask (use one of {_MASKED_ATTENTION})"
-    cache = model_kwargs.get("past_key_values")
+    cache = model_kwargs.get(CACHE_NAME)
     if cache is None:
         return "the target makes a cache of its own, which may keep more than keys and values"
     if (changed := _own_method(cache, ("transformers.cache_utils",))) is not None:

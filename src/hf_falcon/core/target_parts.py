@@ -12,13 +12,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers import Cache, GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from .hook import extend_model_kwargs
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# What models call their cache.
-CACHE_NAMES = ("past_key_values", "cache_params", "state")
+# What models call their cache, and what `generate` does: transformers 5.24 gave two of them one name.
+_IS_RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
+CACHE_NAMES = ("cache", "state") if _IS_RENAMED else ("past_key_values", "cache_params", "state")
+CACHE_NAME = CACHE_NAMES[0]
 # Arguments of the model in a step of plain decoding that a round has of its own, or does without.
 _TEXT_INPUTS = {
     "input_ids",

@@ -16,6 +16,7 @@ from .hook import extend_model_kwargs, prefill
 from .interfaces import part, target_acceleration
 from .modeling_falcon_draft import additive_mask, hide_end
 from .target_parts import (
+    CACHE_NAME,
     SLIDING,
     FeatureTap,
     depth_boundaries,
@@ -90,7 +91,7 @@ class TargetRun:
     ):
         self.model = model
         self._tap = FeatureTap(model, feature_layers)
-        self.cache: Cache = model_kwargs["past_key_values"]
+        self.cache: Cache = model_kwargs[CACHE_NAME]
         self._config = model.config.get_text_config(decoder=True)
         self._generation_config = generation_config
         self._model_kwargs = model_kwargs
@@ -133,7 +134,7 @@ class TargetRun:
         with self._tap as tap, self.acceleration.reading():
             outputs = prefill(self.model, input_ids, self._generation_config, self._model_kwargs)
         self._first_step = first_step(self.model, input_ids, self._model_kwargs)
-        mask, cache = self._model_kwargs.get("attention_mask"), outputs.past_key_values
+        mask, cache = self._model_kwargs.get("attention_mask"), outputs[CACHE_NAME]
         if mask is not None and not bool(mask.all()):
             # The mask is of the prompt; a prefix before it is visible.
             self._hidden = F.pad(~mask.bool(), (int(cache.get_seq_length()) - mask.shape[1], 0))
@@ -174,7 +175,7 @@ class TargetRun:
                 outputs = self.model(**whole, return_dict=True)
             self.layer_outputs.add_step(outputs)
             self._release()
-            self._adopt(outputs.past_key_values, new_tokens=1)
+            self._adopt(outputs[CACHE_NAME], new_tokens=1)
             return outputs.logits[:, -1:], tap.take()[:, -1:]
         self._sizes = [len(tree) for tree in trees]
         nodes, device, starts = max(self._sizes), self.model.device, self._slots.lengths
@@ -193,9 +194,9 @@ class TargetRun:
                 input_ids=inputs[: len(trees)].long(),
                 attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],
                 position_ids=inputs[len(trees) :].view(positions.shape),
-                past_key_values=self.cache,
                 use_cache=True,
                 return_dict=True,
+                **{CACHE_NAME: self.cache},
                 **inputs_beside_text(self._first_step, size),
                 **self.layer_outputs.arguments,
             )
@@ -295,11 +296,10 @@ class TargetRun:
         if self._rope_boundary is None or self.length != self._rope_boundary:
             return None
         kwargs = extend_model_kwargs(self.model, self._model_kwargs, text.shape[1] - self._prompt_length)
-        kwargs |= {"past_key_values": self.cache, "use_cache": True, **self.layer_outputs.arguments}
-        inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(
-            to_device(text, self.model.device), next_sequence_length=1, **kwargs
-        )
-        return inputs if inputs.get("past_key_values") is None else None
+        kwargs |= {CACHE_NAME: self.cache, "use_cache": True, **self.layer_outputs.arguments}
+        tokens = to_device(text, self.model.device)
+        inputs: dict[str, Any] = self.model.prepare_inputs_for_generation(tokens, next_sequence_length=1, **kwargs)
+        return inputs if inputs.get(CACHE_NAME) is None else None
 
     def _keep_outputs(self, paths: Sequence[Tensor]) -> None:
         outputs, self._outputs = self._outputs, None

@@ -21,7 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils import output_capturing
 
 from ..core.caches import SlotLayer
-from ..core.target_parts import decoder_layers, decoder_of
+from ..core.target_parts import CACHE_NAME, decoder_layers, decoder_of
 from .compact_weights import own_forward
 from .compiled_code import BuiltCode, CompiledCode, captures_graphs, mark_rows, write_rows
 from .compiled_passes import CompiledPasses
@@ -339,10 +339,10 @@ class CompiledRounds:
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         cache, nodes = self._here.cache, self._here.nodes
-        given = kwargs.pop("past_key_values", None)
-        if cache is None or given is not cache:
+        if cache is None or kwargs.get(CACHE_NAME) is not cache:
             # A forward of another thread, or one that scores no tree.
-            return self._plain(*args, past_key_values=given, **kwargs)
+            return self._plain(*args, **kwargs)
+        given = kwargs[CACHE_NAME]
         start = given.get_seq_length()
         slots = torch.arange(start, start + nodes, device=self._decoder.device)
         layers = [_tree_rows(layer, nodes, slots) for layer in given.layers]
@@ -351,12 +351,12 @@ class CompiledRounds:
             here = self._here
             here.rows, here.of_layers = rows, [LayerCache(layers, index) for index in range(len(layers))]
             try:
-                outputs = self._plain(*args, past_key_values=rows, **kwargs)
+                outputs = self._plain(*args, **kwargs | {CACHE_NAME: rows})
             finally:
                 here.rows, here.of_layers = None, ()
         else:
-            outputs = self._compiled[nodes](*args, past_key_values=rows, **kwargs)
-        outputs.past_key_values = given
+            outputs = self._compiled[nodes](*args, **kwargs | {CACHE_NAME: rows})
+        outputs[CACHE_NAME] = given
         return outputs
 
     def _layer_forward(self, layer: nn.Module, index: int, *args: Any, **kwargs: Any) -> Any:

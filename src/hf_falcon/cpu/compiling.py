@@ -21,7 +21,7 @@ from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
 from ..core.modeling_falcon_draft import hide_end
 from ..core.probe import TREES
-from ..core.target_parts import decoder_layers
+from ..core.target_parts import CACHE_NAME, decoder_layers
 from ..core.target_run import TargetRun
 from ..core.tree import chain
 from ..verdicts import verdict_of_prompt
@@ -257,7 +257,7 @@ def _run(target: PreTrainedModel, length: int, rounds: CompiledRounds | None = N
     """A target that has run `length` tokens."""
     name, vocab_size = type(target).__name__, target.config.get_text_config(decoder=True).vocab_size
     input_ids = torch.arange(length, device=target.device)[None] % vocab_size
-    kwargs = {"past_key_values": DynamicCache(config=target.config), "attention_mask": torch.ones_like(input_ids)}
+    kwargs = {CACHE_NAME: DynamicCache(config=target.config), "attention_mask": torch.ones_like(input_ids)}
     reason = "it is in training mode (call `eval()` on it first)" if target.training else None
     if reason is None and (verdict := verdict_of_prompt(target, input_ids)).way != TREES:
         reason = verdict.reason

@@ -28,7 +28,7 @@ from ..core.caches import RowSlots, SlotLayer, adopt_layers
 from ..core.hook import extend_model_kwargs, makes_own_cache
 from ..core.modeling_falcon_draft import additive_mask
 from ..core.probe import CHAINS, TREES, verdict_of_call
-from ..core.target_parts import CACHE_NAMES, FULL, SLIDING, layer_kinds
+from ..core.target_parts import CACHE_NAME, CACHE_NAMES, FULL, SLIDING, layer_kinds
 from ..core.tree import to_device
 
 # Tokens of one forward over a text. Masks are tokens * context.
@@ -83,7 +83,7 @@ def way_of(model: PreTrainedModel) -> str:
     prompt = torch.ones(1, 2, dtype=torch.long, device=model.device)
     arguments: dict[str, Any] = {"attention_mask": prompt, "use_cache": True}
     if not makes_own_cache(model):
-        arguments["past_key_values"] = DynamicCache(config=model.config.get_text_config(decoder=True))
+        arguments[CACHE_NAME] = DynamicCache(config=model.config.get_text_config(decoder=True))
     call = LogitsProcessorList(), StoppingCriteriaList(), GenerationConfig(), arguments
     return verdict_of_call(model, prompt, *call).way
 
@@ -187,9 +187,9 @@ class TreeRun:
         outputs = self._model(
             attention_mask=masks if len(masks) > 1 else masks[self._kinds[0]],
             position_ids=positions[None],
-            past_key_values=self._cache,
             use_cache=True,
             return_dict=True,
+            **{CACHE_NAME: self._cache},
             **inputs,
         )
         if not self._layers:
@@ -227,7 +227,7 @@ class StateRun:
         self._text: list[int] = []
         # The arguments of the model after its first tokens, the number of these, and the name of its cache.
         self._arguments: dict[str, Any] = {}
-        self._first, self._cache_name = 0, CACHE_NAMES[0]
+        self._first, self._cache_name = 0, CACHE_NAME
         # The states after the text, and after each token of each pass; and which of them the cache has now.
         self._states: list[list[Any]] = []
         self._current: Any = None

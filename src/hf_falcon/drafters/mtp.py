@@ -59,21 +59,21 @@ class MtpStep:
         hidden_states: Tensor,
         attention_mask: Tensor,
         position_ids: Tensor,
-        past_key_values: Any,
         use_cache: bool = True,
         return_dict: bool = True,
         input_ids: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        **cache: Any,
     ) -> SimpleNamespace:
         """
         Args:
             hidden_states (`torch.Tensor` of shape `(1, new, hidden_size)`): the last hidden state of each position.
             attention_mask (`torch.Tensor` of shape `(1, 1, new, slots)`): an additive mask.
             position_ids (`torch.LongTensor` of shape `(1, new)`): positions of the tokens.
-            past_key_values ([`~transformers.Cache`]): keys and values, which grow.
             use_cache, return_dict (`bool`): not used.
             input_ids (`torch.LongTensor` of shape `(1, new)`, *optional*): the token behind each position.
             inputs_embeds (`torch.Tensor` of shape `(1, new, hidden_size)`, *optional*): in place of the tokens.
+            cache (`dict`): the [`~transformers.Cache`] of keys and values, by the name that layers have for it.
 
         Returns:
             A namespace whose `logits` are the states behind the tokens, of shape `(1, new, hidden_size)`.
@@ -93,7 +93,7 @@ class MtpStep:
             position_embeddings=rotary,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
+            **cache,
         )
         return SimpleNamespace(logits=mtp.shared_post_norm(states) if mtp.use_shared_post_norm else states)
 

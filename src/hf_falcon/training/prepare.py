@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache, StoppingCriteria
 
 from ..checkpoint_files import weights_fingerprint
-from ..core.target_parts import FeatureTap
+from ..core.target_parts import CACHE_NAME, FeatureTap
 from ..private_names import takes_static_cache
 from .chat_templates import ChatTemplate, template_variables
 from .dialogues import read_dialogues
@@ -770,7 +770,7 @@ def _respond(
         # `generate` would keep the longest size seen so far, so that the rounding of a batch would depend on the
         # batches before it.
         text_config = model.config.get_text_config(decoder=True)
-        options["past_key_values"] = StaticCache(config=text_config, max_cache_len=width + max_new_tokens)
+        options[CACHE_NAME] = StaticCache(config=text_config, max_cache_len=width + max_new_tokens)
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         sequences = model.generate(
