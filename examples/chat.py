@@ -14,6 +14,7 @@ import sys
 import torch
 
 from hf_falcon.commands.models import load_drafter, load_target
+from hf_falcon.core.target_parts import CACHE_NAME
 
 
 def main() -> None:
@@ -33,12 +34,12 @@ def main() -> None:
         output = target.generate(
             **inputs,
             assistant_model=drafter,
-            past_key_values=cache,
             max_new_tokens=128,
             do_sample=False,
             return_dict_in_generate=True,
+            **{CACHE_NAME: cache},
         )
-        cache, seen = output.past_key_values, output.sequences
+        cache, seen = output[CACHE_NAME], output.sequences
         reply = tokenizer.decode(seen[0, ids.shape[1] :], skip_special_tokens=True)
         messages.append({"role": "assistant", "content": reply})
         print(f"> {question}\n{reply}\n[{100 * output.draft_statistics.alpha:.0f} % drafted]\n")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -170,7 +171,8 @@ class AttachedDrafters:
             yield
         except ValueError as error:
             refusal = str(error)
-            if not isinstance(assistant, PreTrainedModel) or is_drafter(assistant) or "assisted gen" not in refusal:
+            is_of_assistant = re.search("assisted (gen|decod)", refusal, re.IGNORECASE)
+            if not isinstance(assistant, PreTrainedModel) or is_drafter(assistant) or not is_of_assistant:
                 raise
             remedy = "`assistant_model=hf_falcon.CausalLMDrafter(assistant_model)` takes this call."
             raise ValueError(f"{refusal.rstrip('`.')}. {remedy}") from error

@@ -153,7 +153,8 @@ def test_requests_at_the_same_time(way, target, client, passes):
 
 
 def test_the_one_model(client, address):
-    assert [model.id for model in client.models.list()] == [NAME]
+    [model] = client.models.list()
+    assert (model.id, model.owned_by) == (NAME, NAME.partition("/")[0]) and model.created > 0
     # `transformers chat` asks for its model in this way.
     for name, status in ((NAME, "ready"), ("user/other", "error")):
         [event] = post(address, "/load_model", {"model": name})[1].split("\n\n")[:-1]

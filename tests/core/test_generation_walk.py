@@ -87,7 +87,7 @@ def _filled_cache(length: int) -> DynamicCache:
     """A cache with the first tokens of the prompt."""
     cache = DynamicCache()
     with torch.no_grad():
-        tiny_target("llama")(prompt(PROMPT)[:, :length], past_key_values=cache)
+        tiny_target("llama")(prompt(PROMPT)[:, :length], **{CACHE_NAME: cache})
     return cache
 
 

@@ -16,6 +16,7 @@ from transformers import AutoModelForMultimodalLM, DynamicCache
 
 from hf_falcon import FalconDraftConfig, FalconDraftModel
 from hf_falcon.core.probe import verdict_of_call
+from hf_falcon.core.target_parts import CACHE_NAME
 from hf_falcon.core.target_run import TargetRun
 
 # Positions of three kinds, a bidirectional image, tokens of the image among those of the text, positions from 1.
@@ -228,7 +229,7 @@ def test_sound(monkeypatch):
 def test_a_stream_is_not_consumed():
     """Voxtral's update of its arguments takes a part of the sound from an iterator."""
     target = tiny_target("llama")
-    given = {"past_key_values": DynamicCache(config=target.config), "input_features_generator": iter([1, 2])}
+    given = {CACHE_NAME: DynamicCache(config=target.config), "input_features_generator": iter([1, 2])}
     verdict = verdict_of_call(target, prompt_of_text(9), [], [], target.generation_config, given)
     assert verdict.way == PLAIN and "['input_features_generator']" in verdict.reason
     assert next(given["input_features_generator"]) == 1

@@ -18,6 +18,7 @@ from transformers import GenerationMixin
 import hf_falcon
 from hf_falcon.commands import generate
 from hf_falcon.commands.models import encode
+from hf_falcon.core.target_parts import CACHE_NAME
 from hf_falcon.training.dialogues import read_dialogues
 
 
@@ -146,7 +147,7 @@ def test_chat(models, monkeypatch, capsys, rewrites):
     given, ask = [], target.generate
 
     def spy(**kwargs):
-        held = 0 if kwargs["past_key_values"] is None else kwargs["past_key_values"].get_seq_length()
+        held = 0 if kwargs[CACHE_NAME] is None else kwargs[CACHE_NAME].get_seq_length()
         given.append((kwargs["input_ids"], held))
         return ask(**{**kwargs, "max_new_tokens": 24})
 

@@ -183,10 +183,14 @@ def _model_manager(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
                 progress_callback({"status": "ready", "model": model_id, "cached": True})
             return target, tokenizer
 
-        # If a release renames it, `/v1/models` lists the models of the Hub's cache.
-        def get_gen_models(self) -> list[dict[str, Any]]:
+        # If a release renames it, `/v1/models` lists the models of the Hub's cache, or says less of this one.
+        def list_models(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
             owner = name.partition("/")[0] if "/" in name else ""
-            return [{"id": name, "object": "model", "created": created, "owned_by": owner}]
+            entry = {"id": name, "object": "model", "created": created, "owned_by": owner}
+            return [{**entry, "status": {"value": "loaded"}}]
+
+        # Its name before transformers 5.24.
+        get_gen_models = list_models
 
     created = int(time.time())
     manager = OneModel()

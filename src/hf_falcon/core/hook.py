@@ -274,10 +274,10 @@ def prefill(
 
 
 class _NoOutput(dict[str, Any]):
-    """The output of a forward that did not run yet: whatever it is asked for is `None`."""
+    """The output of a forward that did not run yet: whatever it is asked for is `None`, or an output like it."""
 
-    def __getattr__(self, name: str) -> None:
-        return None
+    def __getattr__(self, name: str) -> Any:
+        return _NoOutput() if name.endswith("_outputs") else None
 
 
 def extend_model_kwargs(
