@@ -212,9 +212,12 @@ class ChainRun:
         # In transformers, Mamba 2's layers apply these limits to several tokens, but not to a single one.
         limits = [tuple(module.time_step_limit) for module in model.modules() if hasattr(module, "time_step_limit")]
         narrow = [limit for limit in limits if limit != (0.0, math.inf)]
-        if not narrow:
-            return None
-        return f"its recurrent layers have the `time_step_limit` {narrow[0]}, which holds for several tokens only"
+        if narrow:
+            return f"its recurrent layers have the `time_step_limit` {narrow[0]}, which holds for several tokens only"
+        # As Kosmos-2 and TrOCR do: behind a padding token that it runs with others, a token is one position off.
+        if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+            return "it counts positions itself, without padding tokens, which may be among several tokens"
+        return None
 
 
 class Rewind:

@@ -232,6 +232,20 @@ def test_decoded_plainly(model_type, arguments, reason, model_of, warnings_given
     assert reason in warnings_given()[0]
 
 
+def test_positions_that_leave_out_padding_tokens(warnings_given, monkeypatch):
+    """In a chain, the tokens behind a padding token would be one position off."""
+    target = tiny_model("trocr", use_learned_position_embeddings=False)
+    [positions] = [module for module in target.modules() if hasattr(module, "create_position_ids_from_input_ids")]
+    for positions.padding_idx in range(VOCAB):
+        expected = generate(target, prompt()).sequences
+        if positions.padding_idx in expected[0, PROMPT_LENGTH:-5]:
+            break
+    use_oracle(monkeypatch, expected, accuracy=1.0)
+    found = generate(target, prompt(), assistant_model=drafter_of(target))
+    assert found.sequences.tolist() == expected.tolist()
+    assert "counts positions itself" in warnings_given()[0]
+
+
 @pytest.mark.slow
 def test_flex_attention(runs, monkeypatch):
     target = tiny_model("llama", head_dim=16)

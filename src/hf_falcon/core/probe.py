@@ -312,8 +312,7 @@ class _Trial:
 
     def _arguments(self) -> tuple[Tensor, dict[str, Any]]:
         """The prompt, and arguments of the model of the same kinds as the call's."""
-        device, given = self._model.device, self._given
-        prompt = self._text[:, :_PROMPT].to(device)
+        given, prompt = self._given, self._text[:, :_PROMPT].to(self._model.device)
         kwargs: dict[str, Any] = {"use_cache": True}
         mask = torch.ones_like(prompt)
         if given.get("attention_mask") is not None:
