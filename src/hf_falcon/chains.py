@@ -214,7 +214,7 @@ class ChainRun:
         narrow = [limit for limit in limits if limit != (0.0, math.inf)]
         if narrow:
             return f"its recurrent layers have the `time_step_limit` {narrow[0]}, which holds for several tokens only"
-        # As Kosmos-2 and TrOCR do: behind a padding token that it runs with others, a token is one position off.
+        # Kosmos-2 and TrOCR do: in a forward with a padding token, the tokens behind it are one position off.
         if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
             return "it counts positions itself, without padding tokens, which may be among several tokens"
         return None

@@ -17,7 +17,7 @@ from transformers import Cache, GenerationMixin, PreTrainedConfig, PreTrainedMod
 from .hook import extend_model_kwargs
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-# What models call their cache, and what `generate` does: transformers 5.24 gave two of them one name.
+# What models call their cache; `generate` has the first of the names. In transformers 5.24 it became `cache`.
 _IS_RENAMED = "cache" in inspect.signature(GenerationMixin.prepare_inputs_for_generation).parameters
 CACHE_NAMES = ("cache", "state") if _IS_RENAMED else ("past_key_values", "cache_params", "state")
 CACHE_NAME = CACHE_NAMES[0]
