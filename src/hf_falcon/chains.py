@@ -19,6 +19,7 @@ from .core.interfaces import register_part, target_acceleration
 from .core.target_parts import (
     CACHE_NAME,
     CACHE_NAMES,
+    SLIDING,
     FeatureTap,
     cached_tokens,
     depth_boundaries,
@@ -30,7 +31,7 @@ from .core.target_run import NoLayerOutputs, PromptFeatures, prompt_features
 from .core.tree import DraftTree, to_device
 from .private_names import leave_past_recording
 
-_REFERENCE_SLIDING = "reference_sliding_attention"
+_REFERENCE_SLIDING, _HEAVILY_COMPRESSED = "reference_sliding_attention", "heavily_compressed_attention"
 
 
 def install() -> None:
@@ -197,8 +198,15 @@ class ChainRun:
         if isinstance(model_kwargs.get(CACHE_NAME), StaticCache):
             return "a static cache cannot drop rejected tokens"
         # Unlimited-OCR's, far behind the prompt.
-        if _REFERENCE_SLIDING in layer_kinds(model.config):
+        kinds, mask = layer_kinds(model.config), model_kwargs.get("attention_mask")
+        if _REFERENCE_SLIDING in kinds:
             return f"in layers of kind {_REFERENCE_SLIDING!r} several tokens see padding that a single one does not"
+        # DeepSeek V4's. All its layers share a mask of the width of one of them; a single token sees compressed slots
+        # whatever its position is.
+        if SLIDING in kinds and any("compressed" in kind for kind in kinds):
+            return f"its layers of kind {SLIDING!r} share a mask with compressed ones, which keep fewer slots"
+        if _HEAVILY_COMPRESSED in kinds and mask is not None and not bool(mask.all()):
+            return f"the prompt is padded, and layers of kind {_HEAVILY_COMPRESSED!r} hide slots from several tokens"
         if rope_boundary(model.config.get_text_config(decoder=True))[0] is not None:
             return "its rotary frequencies depend on the length of the text"
         wanted = [name for name in ("output_hidden_states", "output_attentions") if getattr(generation_config, name)]

@@ -232,6 +232,35 @@ def test_decoded_plainly(model_type, arguments, reason, model_of, warnings_given
     assert reason in warnings_given()[0]
 
 
+def test_weights_that_the_first_forward_rescales(monkeypatch):
+    """RWKV divides weights in its first forward, and notes that it has: the probe may be the first."""
+    target, other = (tiny_model("rwkv", rescale_every=1) for _ in range(2))
+    expected = generate(target, prompt(), output_logits=True)
+    use_oracle(monkeypatch, expected.sequences, accuracy=0.8)
+    found = generate(other, prompt(), output_logits=True, assistant_model=drafter_of(other))
+    for ours, theirs in zip(found.logits, expected.logits, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+    assert found.draft_statistics.accepted_tokens > 0
+
+
+KINDS = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+
+
+@pytest.mark.parametrize("case, reason", [("window", "share a mask"), ("padding", "the prompt is padded")])
+def test_compressed_layers(case, reason, warnings_given, monkeypatch):
+    rates = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 16}
+    kinds = {"layer_types": KINDS, "num_hidden_layers": 3} if case == "window" else {}
+    target, ids = tiny_model("deepseek_v4", compress_rates=rates, **kinds), prompt(60)
+    mask = torch.ones_like(ids)
+    mask[:, : 7 * (case == "padding")] = 0
+    settings = {"attention_mask": mask, "do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+    expected = target.generate(ids, **settings)
+    use_oracle(monkeypatch, expected, accuracy=0.8)
+    found = target.generate(ids, assistant_model=drafter_of(target), **settings)
+    assert found.tolist() == expected.tolist()
+    assert reason in warnings_given()[0]
+
+
 def test_positions_that_leave_out_padding_tokens(warnings_given, monkeypatch):
     """In a chain, the tokens behind a padding token would be one position off."""
     target = tiny_model("trocr", use_learned_position_embeddings=False)

@@ -379,7 +379,7 @@ def _left_alone(model: PreTrainedModel) -> Iterator[None]:
     found = {each.device.index for each in model.parameters() if each.device.type == device.type}
     indices = [index for index in found if index is not None] if has_states else []
     kind = device.type if indices else "cuda"
-    # A layer with weights may note how it has prepared them, which holds on.
+    # A layer with weights may note how it has prepared them, and RWKV in a flag that it has: that holds on.
     kept = [each for each in model.modules() if isinstance(each, PreTrainedModel) or not each._parameters]
     before = [({**vars(each)}, {**each._buffers}) for each in kept]
     try:
@@ -390,7 +390,7 @@ def _left_alone(model: PreTrainedModel) -> Iterator[None]:
             module._buffers.update(buffers)
             for name, value in attributes.items():
                 now = vars(module).get(name)
-                if now is not value and (isinstance(value, (Tensor, int, float)) or isinstance(now, Tensor)):
+                if now is not value and (type(value) in (Tensor, int, float) or isinstance(now, Tensor)):
                     setattr(module, name, value)
 
 
