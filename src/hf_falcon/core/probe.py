@@ -378,19 +378,19 @@ def _left_alone(model: PreTrainedModel) -> Iterator[None]:
     has_states = device.type not in ("cpu", "mps") and hasattr(getattr(torch, device.type, None), "get_rng_state")
     found = {each.device.index for each in model.parameters() if each.device.type == device.type}
     indices = [index for index in found if index is not None] if has_states else []
-    kind = device.type if indices else "cuda"
     # A layer with weights may note how it has prepared them, and RWKV in a flag that it has: that holds on.
     kept = [each for each in model.modules() if isinstance(each, PreTrainedModel) or not each._parameters]
     before = [({**vars(each)}, {**each._buffers}) for each in kept]
     try:
-        with torch.no_grad(), torch.random.fork_rng(indices, device_type=kind):
+        with torch.no_grad(), torch.random.fork_rng(indices, device_type=device.type if indices else "cuda"):
             yield
     finally:
         for module, (attributes, buffers) in zip(kept, before):
             module._buffers.update(buffers)
             for name, value in attributes.items():
                 now = vars(module).get(name)
-                if now is not value and (type(value) in (Tensor, int, float) or isinstance(now, Tensor)):
+                is_number = isinstance(value, (Tensor, int, float)) and not isinstance(value, bool)
+                if now is not value and (is_number or isinstance(now, Tensor)):
                     setattr(module, name, value)
 
 
