@@ -198,15 +198,15 @@ class ChainRun:
         if isinstance(model_kwargs.get(CACHE_NAME), StaticCache):
             return "a static cache cannot drop rejected tokens"
         # Unlimited-OCR's, far behind the prompt.
-        kinds, mask = layer_kinds(model.config), model_kwargs.get("attention_mask")
+        kinds, positions = layer_kinds(model.config), model_kwargs.get("position_ids")
         if _REFERENCE_SLIDING in kinds:
             return f"in layers of kind {_REFERENCE_SLIDING!r} several tokens see padding that a single one does not"
         # DeepSeek V4's. All its layers share a mask of the width of one of them; a single token sees compressed slots
         # whatever its position is.
         if SLIDING in kinds and any("compressed" in kind for kind in kinds):
             return f"its layers of kind {SLIDING!r} share a mask with compressed ones, which keep fewer slots"
-        if _HEAVILY_COMPRESSED in kinds and mask is not None and not bool(mask.all()):
-            return f"the prompt is padded, and layers of kind {_HEAVILY_COMPRESSED!r} hide slots from several tokens"
+        if _HEAVILY_COMPRESSED in kinds and positions is not None and int(positions.max()) + 1 != positions.shape[-1]:
+            return f"layers of kind {_HEAVILY_COMPRESSED!r} hide slots from several tokens whose positions are shifted"
         if rope_boundary(model.config.get_text_config(decoder=True))[0] is not None:
             return "its rotary frequencies depend on the length of the text"
         wanted = [name for name in ("output_hidden_states", "output_attentions") if getattr(generation_config, name)]

@@ -246,7 +246,9 @@ def test_weights_that_the_first_forward_rescales(monkeypatch):
 KINDS = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
 
 
-@pytest.mark.parametrize("case, reason", [("window", "share a mask"), ("padding", "the prompt is padded")])
+@pytest.mark.parametrize(
+    "case, reason", [("window", "share a mask"), ("padding", "positions are shifted"), ("positions", "are shifted")]
+)
 def test_compressed_layers(case, reason, warnings_given, monkeypatch):
     rates = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 16}
     kinds = {"layer_types": KINDS, "num_hidden_layers": 3} if case == "window" else {}
@@ -254,6 +256,8 @@ def test_compressed_layers(case, reason, warnings_given, monkeypatch):
     mask = torch.ones_like(ids)
     mask[:, : 7 * (case == "padding")] = 0
     settings = {"attention_mask": mask, "do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+    if case == "positions":
+        settings["position_ids"] = torch.arange(60)[None] // 2
     expected = target.generate(ids, **settings)
     use_oracle(monkeypatch, expected, accuracy=0.8)
     found = target.generate(ids, assistant_model=drafter_of(target), **settings)

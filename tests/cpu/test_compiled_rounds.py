@@ -28,7 +28,7 @@ from hf_falcon.cpu.kept_programs import Shelf
 from hf_falcon.cpu.packing import is_packed
 
 SIZES = (1, 4, 8)
-# Targets whose layers are of two kinds, which do not share code.
+# How many kinds of layers targets have, which share no code. Others have one.
 KINDS = {"gemma4": 2 if CACHE_NAME == "past_key_values" else 3, "cohere2": 2, "modernbert": 2}
 # Of the quick run, with whether the decoder is compiled as a whole: both ways, and layers of one kind and of two.
 QUICK = (("llama", False), ("cohere2", True), ("modernbert", False))
