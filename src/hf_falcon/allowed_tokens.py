@@ -145,8 +145,8 @@ class ConstrainedHead(ContextHead):
         allowed = torch.stack([everything if mask is None else mask for mask in masks])
         if self.vocab_ids is not self._copied:
             self._copied, self._host_ids = self.vocab_ids, None if self.vocab_ids is None else self.vocab_ids.cpu()
-        if self._host_ids is not None:
-            allowed = allowed[:, self._host_ids]
+        # A target's head can leave out tokens that are only read.
+        allowed = allowed[:, : logits.shape[-1]] if self._host_ids is None else allowed[:, self._host_ids]
         return logits - to_device((~allowed).to(logits.dtype) * _PENALTY, logits.device)
 
 

@@ -31,7 +31,9 @@ from .core.target_run import NoLayerOutputs, PromptFeatures, prompt_features
 from .core.tree import DraftTree, to_device
 from .private_names import leave_past_recording
 
-_REFERENCE_SLIDING, _HEAVILY_COMPRESSED = "reference_sliding_attention", "heavily_compressed_attention"
+_REFERENCE_SLIDING = "reference_sliding_attention"
+# DeepSeek V4's and MiniMax M3's: of shifted positions several tokens see fewer or more slots than a single one.
+_HIDING = {"heavily_compressed_attention", "minimax_m3_sparse"}
 
 
 def install() -> None:
@@ -205,8 +207,9 @@ class ChainRun:
         # whatever its position is.
         if SLIDING in kinds and any("compressed" in kind for kind in kinds):
             return f"its layers of kind {SLIDING!r} share a mask with compressed ones, which keep fewer slots"
-        if _HEAVILY_COMPRESSED in kinds and positions is not None and int(positions.max()) + 1 != positions.shape[-1]:
-            return f"layers of kind {_HEAVILY_COMPRESSED!r} hide slots from several tokens whose positions are shifted"
+        hiding = sorted(kinds & _HIDING)
+        if hiding and positions is not None and int(positions.max()) + 1 != positions.shape[-1]:
+            return f"layers of kind {hiding[0]!r} hide slots from several tokens whose positions are shifted"
         if rope_boundary(model.config.get_text_config(decoder=True))[0] is not None:
             return "its rotary frequencies depend on the length of the text"
         wanted = [name for name in ("output_hidden_states", "output_attentions") if getattr(generation_config, name)]
@@ -302,7 +305,7 @@ class Rewind:
 
     def finish(self) -> None:
         """Gives the cache its own layers back."""
-        if isinstance(self.cache, Cache):
+        if self._has_layers:
             give_back(self.cache)
         for layer in self._others:
             leave_past_recording(layer)

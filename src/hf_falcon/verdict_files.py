@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from transformers.utils import logging
 from . import __version__
 from .core.hook import attention_implementation
 from .core.interfaces import register_part
-from .core.target_parts import decoder_of, quantised_layers, structure_of
+from .core.target_parts import decoder_of, is_compiled, quantised_layers, structure_of
 from .cost_files import cache_folder, write_json
+from .cpu.code_digest import code_digest
+from .private_names import attention_function
 
 logger = logging.get_logger(__name__)
 
@@ -34,9 +37,10 @@ class KnownTargets:
     """
     Remembers which targets take trees.
 
-    Only a target as transformers makes it is remembered: with the class's own methods, and without hooks, adapters or
-    quantised layers. The name of its file is a digest of all that the verdict depends on: the source files of its
-    classes, its configuration, dtype, device and attention, the kinds of arguments, and the versions.
+    Only a target as transformers makes it is remembered: with the classes' own methods, and without hooks, adapters,
+    quantised or compiled layers. The name of its file is a digest of all that the verdict depends on: the source files
+    of its classes, the functions that its modules run in this process, its configuration, dtype, device and attention,
+    the kinds of arguments, and the versions.
     """
 
     def knows(self, model: PreTrainedModel, kinds: Any) -> bool:
@@ -58,11 +62,15 @@ def _file(model: PreTrainedModel, kinds: Any) -> Path | None:
     """The file of a target; `None` for one that is not remembered."""
     if not _is_stock(model):
         return None
-    config = model.config.get_text_config(decoder=True)
+    attention, decoder = attention_implementation(model.config.get_text_config(decoder=True)), decoder_of(model)
+    kinds_of_modules = {type(module) for module in model.modules() if not isinstance(module, PreTrainedModel)}
     parts = (
-        [_digest_of_source(type(module)) for module in (model, decoder_of(model))],
-        model.config.to_json_string(use_diff=False),
-        attention_implementation(config),
+        [_digest_of_source(type(module)) for module in (model, decoder)],
+        code_digest(kinds_of_modules, [type(decoder).forward, attention_function(attention)]),
+        # A value of any other kind has the text of its own address: such a target is tried in each process.
+        json.dumps(model.config.to_dict(), sort_keys=True, default=str),
+        attention,
+        _matmul_precision(),
         model.dtype,
         model.device.type,
         kinds,
@@ -70,6 +78,14 @@ def _file(model: PreTrainedModel, kinds: Any) -> Path | None:
         (__version__, transformers_version, torch.__version__, torch.backends.cpu.get_cpu_capability()),
     )
     return cache_folder() / "targets" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
+
+
+def _matmul_precision() -> str | None:
+    try:
+        return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        # It was set in torch's newer way.
+        return None
 
 
 def _is_stock(model: PreTrainedModel) -> bool:
@@ -84,8 +100,11 @@ def _is_stock(model: PreTrainedModel) -> bool:
         own = getattr(type(owner), name)
         if name in vars(owner) or function is not own or not own.__module__.startswith("transformers."):
             return False
-    has_hooks = any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    return not has_hooks and not any(quantised_layers(model)) and not getattr(model, "_hf_peft_config_loaded", False)
+    for module in model.modules():
+        is_changed = module is not model and "forward" in vars(module)
+        if is_changed or is_compiled(module) or module._forward_hooks or module._forward_pre_hooks:
+            return False
+    return not any(quantised_layers(model)) and not getattr(model, "_hf_peft_config_loaded", False)
 
 
 def _digest_of_source(kind: type) -> str:

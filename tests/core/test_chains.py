@@ -265,6 +265,56 @@ def test_compressed_layers(case, reason, warnings_given, monkeypatch):
     assert reason in warnings_given()[0]
 
 
+def test_sparse_layers_with_shifted_positions(warnings_given, monkeypatch):
+    sizes = {"index_block_size": 4, "index_topk_blocks": 3, "index_n_heads": 2, "num_hidden_layers": 2}
+    target, ids = tiny_model("minimax_m3_vl_text", layer_types=["minimax_m3_sparse"] * 2, **sizes), prompt(60)
+    settings = {"do_sample": False, "max_new_tokens": NEW_TOKENS, "pad_token_id": 0}
+    settings["position_ids"] = torch.arange(60)[None] // 2
+    expected = target.generate(ids, **settings)
+    use_oracle(monkeypatch, expected, accuracy=0.8)
+    found = target.generate(ids, assistant_model=drafter_of(target), **settings)
+    assert found.tolist() == expected.tolist() and "positions are shifted" in warnings_given()[0]
+
+
+def test_a_target_that_drops_its_cache_in_every_step(warnings_given):
+    target = tiny_model("phi4_multimodal", original_max_position_embeddings=20)
+    expected = generate(target, prompt()).sequences
+    found = generate(target, prompt(), assistant_model=drafter_of(target))
+    assert found.sequences.tolist() == expected.tolist()
+    assert "behind token 20 the target drops its cache" in warnings_given()[0]
+
+
+def test_a_decoder_with_the_states_of_an_encoder():
+    """Whisper's, which puts another cache in place of the call's."""
+    target = tiny_model("whisper")
+    states = torch.randn(1, 6, target.config.d_model, generator=torch.Generator().manual_seed(0))
+    settings = {"encoder_outputs": (states,), "do_sample": False, "max_new_tokens": 20}
+    expected = target.generate(prompt(), **settings)
+    assert target.generate(prompt(), assistant_model=drafter_of(target), **settings).tolist() == expected.tolist()
+
+
+# Trees would be wrong in the first, and longer than the table of positions in the second.
+SLOTS = {
+    "llama4_text": {
+        "layer_types": ["full_attention"] * 2,
+        "floor_scale": 32,
+        "attn_scale": 9.0,
+        "no_rope_layers": [0, 0],
+    },
+    "gpt_neo": {"attention_types": [[["global"], 2]], "max_position_embeddings": PROMPT_LENGTH + NEW_TOKENS},
+}
+
+
+@pytest.mark.parametrize("model_type", SLOTS)
+def test_layers_that_count_slots(model_type, runs, monkeypatch):
+    target = tiny_model(model_type, **SLOTS[model_type])
+    expected = generate(target, prompt()).sequences
+    use_oracle(monkeypatch, expected, accuracy=0.8)
+    found = generate(target, prompt(), assistant_model=drafter_of(target, num_assistant_tokens=16))
+    assert found.sequences.tolist() == expected.tolist()
+    assert found.draft_statistics.accepted_tokens > NEW_TOKENS // 4 and runs
+
+
 def test_positions_that_leave_out_padding_tokens(warnings_given, monkeypatch):
     """In a chain, the tokens behind a padding token would be one position off."""
     target = tiny_model("trocr", use_learned_position_embeddings=False)

@@ -183,6 +183,31 @@ def test_texts_are_plain_decodings(mode, rows, sizes):
     assert found.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("draft_vocab_size", [None, 30])
+@pytest.mark.parametrize("bonuses", [[], BONUSES])
+def test_a_target_whose_head_leaves_out_tokens(draft_vocab_size, bonuses):
+    """It reads them, such as the codes of an image, and never writes them."""
+    target = new_target("llama")
+    head = target.lm_head
+    target.lm_head = torch.nn.Linear(head.in_features, 48, bias=False)
+    target.lm_head.weight.data = head.weight.data[:48].clone()
+    drafter = new_drafter(target, draft_vocab_size=draft_vocab_size, num_lstm_layers=0)
+    if draft_vocab_size is not None:
+        drafter.set_draft_vocabulary(torch.arange(draft_vocab_size))
+    settings = {"do_sample": False, "max_new_tokens": 24, "pad_token_id": 0}
+    ids = torch.cat((random_tokens(1, 9), torch.tensor([[50, 60]]), random_tokens(1, 9)), dim=1)
+    expected = target.generate(ids, **settings)
+
+    def allowed(row, tokens):
+        return list(range(48))
+
+    allowed.is_stateless = True
+    for constraint in ({}, {"prefix_allowed_tokens_fn": allowed}):
+        options = {"num_assistant_tokens_schedule": "constant", "return_dict_in_generate": True, **constraint}
+        output = target.generate(ids, assistant_model=drafter, context_bonuses=bonuses, **options, **settings)
+        assert output.sequences.tolist() == expected.tolist() and output.draft_statistics.drafted_tokens > 0
+
+
 @pytest.mark.parametrize("verification", ["speculative", "multi_root"])
 def test_other_verifications_run_with_bonuses(verification):
     target = tiny_target()

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from quick import quick
-from tiny_models import VOCAB, prompt, tiny_drafter, tiny_target
+from tiny_models import VOCAB, new_drafter, new_target, prompt, tiny_drafter, tiny_target
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 NEW_TOKENS = 24
@@ -103,3 +103,10 @@ def test_padded_vocabulary(tied):
     assert target.config.vocab_size == 80
     assert (target.lm_head.weight is target.get_input_embeddings().weight) == tied
     check(target, drafter=tiny_drafter(target))
+
+
+@pytest.mark.parametrize("layers", [[], [0], [0, 2]])
+def test_layers_that_share_keys_and_values(layers):
+    """Gemma 4's compute only the last token of a prompt."""
+    target = new_target("gemma4", num_kv_shared_layers=1)
+    check(target, drafter=new_drafter(target, feature_layers=layers))

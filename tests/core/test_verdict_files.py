@@ -6,6 +6,8 @@ import types
 import pytest
 import torch
 from tiny_models import new_target, prompt
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_falcon import cost_files, verdict_files
 from hf_falcon.core import probe
@@ -68,7 +70,25 @@ def make_own_class(target):
     target.__class__ = type("Own", (type(target),), {"__module__": "user.models"})
 
 
-@pytest.mark.parametrize("change", [add_hook, replace_forward, replace_preparation, make_own_class])
+def replace_inner_forward(target):
+    replace_forward(types.SimpleNamespace(model=target.model.layers[0].self_attn))
+
+
+def compile_in_place(target):
+    target.model.layers[1].mlp.compile(backend="eager")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        add_hook,
+        replace_forward,
+        replace_inner_forward,
+        replace_preparation,
+        make_own_class,
+        compile_in_place,
+    ],
+)
 def test_a_target_that_was_changed_is_tried(tried, change):
     way(new_target("llama"))
     for _ in range(2):
@@ -76,6 +96,32 @@ def test_a_target_that_was_changed_is_tried(tried, change):
         change(target)
         way(target)
     assert len(tried) == 3
+
+
+def without_mask(module, query, key, value, attention_mask, **kwargs):
+    return sdpa_attention_forward(module, query, key, value, None, **kwargs)
+
+
+def test_functions_that_are_replaced_for_all_models_are_tried(tried, monkeypatch):
+    """As libraries do that compress keys and values: a tree would be read without its mask."""
+    way(new_target("llama"))
+    attention = type(new_target("llama").model.layers[0].self_attn)
+    stock = attention.forward
+    with monkeypatch.context() as changed:
+        changed.setattr(attention, "forward", lambda *args, **kwargs: stock(*args, **kwargs))
+        assert way(new_target("llama")) == TREES and len(tried) == 2
+    AttentionInterface.register("sdpa", without_mask)
+    try:
+        assert way(new_target("llama")) != TREES and len(tried) == 3
+    finally:
+        AttentionInterface.register("sdpa", sdpa_attention_forward)
+    assert way(new_target("llama")) == TREES and len(tried) == 3
+
+
+def test_a_configuration_that_is_no_json(tried):
+    target = new_target("llama")
+    target.config.compute_dtype = torch.float16
+    assert way(target) == TREES and len(tried) == 1
 
 
 def test_nothing_can_be_written(tried, monkeypatch, tmp_path):

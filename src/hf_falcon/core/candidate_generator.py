@@ -68,12 +68,11 @@ class ContextHead:
         if bonuses:
             last = [bonuses[-1]] * (order + 1 - len(bonuses))
             self._bonuses = to_device(torch.tensor([*bonuses, *last], dtype=torch.float32, device="cpu"), device)
-            self._column_of = torch.arange(vocab_size, device="cpu")
-            if self._vocab_ids is not None:
-                known = self._vocab_ids.cpu()
-                self._column_of = torch.full((vocab_size,), -1, device="cpu").index_copy(
-                    0, known, torch.arange(known.shape[0], device="cpu")
-                )
+            self._column_of = torch.full((vocab_size,), -1, device="cpu")
+            # A target's head can leave out tokens that are only read.
+            most = min(vocab_size, head.draft_vocab_size)
+            known = torch.arange(most, device="cpu") if self._vocab_ids is None else self._vocab_ids.cpu()
+            self._column_of[known] = torch.arange(known.shape[0], device="cpu")
         # Tokens that the draft vocabulary lacks, and a head for them.
         self._extra = torch.empty(0, dtype=torch.long, device="cpu")
         self._extra_head: DraftHead | None = None

@@ -77,8 +77,9 @@ class DraftOptions:
             has the distribution of plain decoding, but differs under the same seed; at high temperature, a good
             drafter gets more tokens accepted. "multi_root": **biased**, the text does not have the distribution of
             plain decoding. `draft_top_k` tokens start trees: the token that the target drew, and the most probable
-            others. The tree with the most accepted tokens is kept. Both use static trees of `num_assistant_tokens`
-            nodes and no prompt lookup. Greedy decoding and batches are always verified as with "exact".
+            others. The tree with the most accepted tokens is kept. Both draft `num_assistant_tokens` nodes without
+            prompt lookup: "speculative" in a static tree, "multi_root" in dynamic ones. Greedy decoding and batches
+            are always verified as with "exact".
         draft_calibration (`list[float]`, *optional*, defaults to `()`):
             A calibration of the drafter's probabilities: for depth 1, 2, ..., the measured acceptance rate over the
             drafter's own probability. `hf-falcon tune` measures it. "heuristic" starts from it and updates it.

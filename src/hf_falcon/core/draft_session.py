@@ -182,7 +182,7 @@ class TargetHead:
     def for_tokens(self, token_ids: Tensor) -> TargetHead | None:
         """See [`DraftHead.for_tokens`]. Packed and offloaded weights would be unpacked or loaded whole each time."""
         weight = getattr(self._target().get_output_embeddings(), "weight", None)
-        if type(weight) is not nn.Parameter or weight.is_meta:
+        if type(weight) is not nn.Parameter or weight.is_meta or int(token_ids.max()) >= weight.shape[0]:
             return None
         other = copy.copy(self)
         other._drafter = None

@@ -106,10 +106,9 @@ class FeatureTap:
             if not self._keeps:
                 features = features.new_empty((*features.shape[:-1], 0))
             outputs, self._outputs = self._outputs, {}
-            if outputs:
-                parts = [outputs[place].to(features.device) for place in range(len(self._layers))]
-                features = torch.cat([features, *parts], dim=-1)
-            self._collected.append(features)
+            # Of a prompt Gemma 4 computes only the last tokens in the layers that share keys and values.
+            parts = [outputs[place][:, -features.shape[1] :].to(features.device) for place in sorted(outputs)]
+            self._collected.append(torch.cat([features, *parts], dim=-1) if parts else features)
 
     def _collect_output(self, place: int, module: Any, inputs: Any, output: Any) -> None:
         if threading.get_ident() == self._thread:
@@ -167,12 +166,12 @@ def _wanted_layers(model: PreTrainedModel, wanted: Sequence[int]) -> list[nn.Mod
 def layer_kinds(config: PreTrainedConfig) -> set[str]:
     """The kinds of attention of a model's layers, in the words of its configuration's `layer_types`."""
     text_config = config.get_text_config(decoder=True)
+    # These read a token's slot in the cache: GPT-Neo for its window and its positions, Llama 4 for a query's scale.
+    if text_config.model_type in ("gpt_neo", "llama4_text"):
+        return {"attention by slots"}
     kinds = getattr(text_config, "layer_types", None)
     if kinds is not None:
         return set(kinds)
-    if text_config.model_type == "gpt_neo":
-        # Its local layers cut their window themselves, by the slots of the cache.
-        return {{"global": FULL}.get(kind, kind) for kind in text_config.attention_layers}
     if getattr(text_config, "sliding_window", None) is not None:
         return {SLIDING}
     return {"chunked_attention"} if getattr(text_config, "attention_chunk_size", None) is not None else {FULL}
@@ -180,7 +179,7 @@ def layer_kinds(config: PreTrainedConfig) -> set[str]:
 
 def cached_tokens(cache: Cache | None) -> int:
     """Tokens in a cache; 0 where it has recurrent layers only, which do not count."""
-    attends = cache is not None and any(hasattr(layer, "get_seq_length") for layer in cache.layers)
+    attends = cache is not None and any(hasattr(layer, "get_seq_length") for layer in getattr(cache, "layers", ()))
     # A cache without layers yet is empty.
     return int(cache.get_seq_length()) if cache is not None and attends else 0
 
@@ -320,9 +319,5 @@ def depth_left(boundaries: Sequence[tuple[int, bool]], position: int) -> int | N
     Returns:
         `int`, or `None` without a limit.
     """
-    limits = [
-        max(0, boundary - 1 - position)
-        for boundary, never_settles in boundaries
-        if position <= boundary or never_settles
-    ]
+    limits = [max(0, end - 1 - position) for end, never_settles in boundaries if position <= end or never_settles]
     return min(limits, default=None)
