@@ -159,3 +159,20 @@ def test_a_fork_starts_anew():
             busy_cores.begin(Call())
             os._exit(0)
     until(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
+
+
+def test_a_process_that_can_start_no_thread_calls_all_the_same(two_cores, competition, monkeypatch):
+    """As at the end of the interpreter, or where a container limits threads; later calls try again."""
+
+    def fails(self):
+        raise RuntimeError("can't start new thread")
+
+    cores, call = BusyCores(), Call()
+    with monkeypatch.context() as limited:
+        limited.setattr(threading.Thread, "start", fails)
+        cores.begin(call)
+        assert ours() == 0
+    cores.begin(call)
+    until(lambda: ours() > 1)
+    del call
+    until(lambda: ours() == 0)

@@ -163,6 +163,12 @@ def test_a_program_does_not_get_inputs_of_another_layout():
         [torch.zeros(1, 5, 4)],
     ):
         assert not program.fits(bad)
+    # Such as a quantised weight, whose values are elsewhere.
+    assert not program.suits([torch.zeros(4).as_subclass(Quantised)])
+
+
+class Quantised(torch.Tensor):
+    """As torchao's weights."""
 
 
 def test_a_target_that_is_not_packed_yet_finds_what_is_for_packed_weights(tmp_path, monkeypatch):
@@ -210,6 +216,22 @@ def test_a_target_of_which_nothing_is_kept_is_not_looked_up_again(tmp_path, monk
     for _ in range(2):
         generate(target, prompt(9), drafter_of(target))
     assert len(looked_up) == 1 and compiled_rounds_of(target) is None
+
+
+def test_a_folder_that_cannot_be_searched_breaks_no_call(monkeypatch):
+    """As in a container whose user is not the owner of the home."""
+
+    class Forbidden:
+        def __truediv__(self, name):
+            return self
+
+        def is_dir(self):
+            raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(kept_rounds, "cache_folder", Forbidden)
+    target = new_target("llama")
+    assert generate(target, prompt(9), drafter_of(target)) == generate(target, prompt(9))
+    assert not kept_rounds.offers_packed_rounds(target)
 
 
 def test_kept_code_that_cannot_be_loaded_breaks_no_call(tmp_path, monkeypatch, warnings):

@@ -41,9 +41,12 @@ _GUARD = """
 import os, signal, subprocess, sys
 os.nice(19)
 builder = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True)
-print(builder.pid, flush=True)
-os.close(2)
-sys.stdin.read()
+try:
+    print(builder.pid, flush=True)
+    os.close(2)
+    sys.stdin.read()
+except BrokenPipeError:
+    pass
 try:
     os.killpg(builder.pid, signal.SIGKILL)
 except ProcessLookupError:
@@ -214,7 +217,9 @@ def build_in_background(target: PreTrainedModel, drafter: Any = None, source: st
         if rounds_for(target) is not None:
             return False
         expect_rounds(target)
-        _builds[target] = build = BackgroundBuild(target, drafter, _request(target, drafter, source))
+        build = BackgroundBuild(target, drafter, _request(target, drafter, source))
+        with _changed:
+            _builds[target] = build
         build.thread.start()
     return True
 
@@ -248,7 +253,8 @@ def check_background_build(target: PreTrainedModel, source: str | None = None) -
 
 def end_build(target: PreTrainedModel) -> None:
     """Ends the build for a target, if one runs."""
-    build = _builds.pop(target, None)
+    with _changed:
+        build = _builds.pop(target, None)
     if build is not None:
         build.end()
 

@@ -20,6 +20,7 @@ import sys
 import threading
 import time
 import weakref
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -62,9 +63,12 @@ class BusyCores:
         with self._lock:
             self._calls.add(call)
             if self._watcher is None:
-                self._watcher = threading.Thread(target=self._watch, name="hf_falcon-busy-cores", daemon=True)
-                self._watcher.start()
-                self._adapt()
+                watcher = threading.Thread(target=self._watch, name="hf_falcon-busy-cores", daemon=True)
+                # Where no thread can be started, as at the end of the interpreter, the call runs without it.
+                with suppress(RuntimeError):
+                    watcher.start()
+                    self._watcher = watcher
+                    self._adapt()
 
     def _watch(self) -> None:
         before, waited = time.monotonic(), waiting_times()
@@ -87,8 +91,12 @@ class BusyCores:
         elif self._ended.is_set():
             logger.debug("Other processes use the cores: threads that wait for each other sleep.")
             self._ended = threading.Event()
-            for _ in range(groups()):
-                threading.Thread(target=_stay, args=(self._ended,), name="hf_falcon-busy-cores", daemon=True).start()
+            with suppress(RuntimeError):
+                for _ in range(groups()):
+                    stay = threading.Thread(
+                        target=_stay, args=(self._ended,), name="hf_falcon-busy-cores", daemon=True
+                    )
+                    stay.start()
 
 
 def _stay(ended: threading.Event) -> None:

@@ -61,12 +61,11 @@ def compile_rounds(
     drafter: DraftModel | None = None,
 ) -> list[int]:
     """
-    Compiles a target's forward for trees of a few sizes, and a drafter's passes, by `torch.compile`, until
-    [`uncompile_rounds`]. `generate` with a drafter then runs compiled code for the sizes that are faster; everything
-    else runs as before. On a CPU decoder layers of one kind share their code, and a size takes some 20 seconds. A
-    decoder of up to a billion parameters in bfloat16 is faster compiled as a whole, which takes 40. Both take less if
-    `torch.compile` finds the code of an earlier process in its cache on disk. Pack weights before, not afterwards.
-    Outputs differ by rounding.
+    Compiles a target's forward for trees of a few sizes, and a drafter's passes, until [`uncompile_rounds`].
+    `generate` with a drafter then runs compiled code for the sizes that are faster; everything else runs as before.
+    On a CPU each kind of layer becomes a program of torch's AOTInductor, which stays on disk for later processes.
+    Where no program can be made, and with a `compile_config`, `torch.compile` compiles in every process. Pack weights
+    before, not afterwards. Outputs differ by rounding.
 
     With MKL, compiled forwards of up to 12 tokens (AVX-512) or 16 (AVX2) read a compact copy of float32 weights, in
     one or two bytes a value, if the values fit bfloat16 or the grid of a file of 4, 5 or 8 bits. The copies take up

@@ -117,7 +117,13 @@ def _state(model: Any) -> tuple[object, ...]:
 
 
 def _may_be_kept(model: Any) -> bool:
-    return model.device.type == "cpu" and not model.training and (cache_folder() / "compiled").is_dir()
+    if model.device.type != "cpu" or model.training:
+        return False
+    try:
+        return (cache_folder() / "compiled").is_dir()
+    except OSError:
+        # Another user's home, for example.
+        return False
 
 
 def _load_rounds(target: PreTrainedModel) -> None:
