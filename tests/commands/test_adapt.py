@@ -104,6 +104,16 @@ def test_an_interrupted_run_resumes(workplace, tmp_path, monkeypatch, capsys):
         torch.testing.assert_close(found[name], tensor, msg=name)
 
 
+def test_more_epochs_are_not_complete_at_once(workplace, tmp_path, capsys):
+    DRAFTERS["falcon"]().save_pretrained(tmp_path / "old")
+    output = tmp_path / "new"
+    assert entry.main(words(workplace, tmp_path / "old", output, num_train_epochs=1)) == 0
+    capsys.readouterr()
+    assert entry.main(words(workplace, tmp_path / "old", output, num_train_epochs=9, max_minutes=1e-9)) == 0
+    assert "The training is not complete" in capsys.readouterr().out
+    assert "after" not in json.loads((output / "adapt.json").read_text())
+
+
 def test_refusals(workplace, tmp_path, capsys):
     DRAFTERS["falcon"]().save_pretrained(tmp_path / "old")
     assert entry.main(words(workplace, tmp_path / "old", tmp_path / "old")) == 1

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from tiny_models import new_target, prompt, tiny_target, tiny_tokenizer
+from tiny_models import new_drafter, new_target, prompt, tiny_target, tiny_tokenizer
 from training_runs import arguments
 
 from hf_falcon.commands import at_hand, bench, train
@@ -74,7 +74,13 @@ def test_errors_of_the_command(saved, tmp_path, capsys):
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     assert entry.main(words(saved, "llama", tmp_path / "full")) == 1
-    assert "holds other files: give a new folder" in capsys.readouterr().err
+    assert "or other files: give a new folder" in capsys.readouterr().err
+    # What a training has written would describe a drafter that is gone.
+    drafter = new_drafter(new_target("llama", num_hidden_layers=4))
+    drafter.save_pretrained(tmp_path / "trained")
+    (tmp_path / "trained" / "provenance.json").write_text("{}")
+    assert entry.main(words(saved, "llama", tmp_path / "trained")) == 1
+    assert "holds a trained drafter" in capsys.readouterr().err
     assert entry.main(words(saved, "llama", tmp_path / "none", "--limit", "2")) == 1
     assert "`limit` is 2; give 8 or more" in capsys.readouterr().err
 

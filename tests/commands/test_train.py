@@ -13,10 +13,11 @@ import torch
 from huggingface_hub import ModelCard
 from quick import quick
 from safetensors.torch import load_file
-from tiny_models import VOCAB, tiny_target
+from tiny_models import VOCAB, new_drafter, new_target, tiny_target, tiny_tokenizer
 from training_runs import arguments
 
 from hf_falcon import AutoDrafter, FalconDraftModel
+from hf_falcon.checkpoint_files import name_target, weights_fingerprint
 from hf_falcon.commands import main as entry
 from hf_falcon.commands import train
 from hf_falcon.commands.run_arguments import parse_run
@@ -219,6 +220,8 @@ def get_last_step(folder) -> int:
         ({"architecture": "medusa"}, "`architecture` is 'medusa': choose one of falcon, eagle3, medusa_like"),
         ({"draft_vocab_size": 65}, "`draft_vocab_size` is 65: set it between 1 and `vocab_size` (64)"),
         ({"max_length": 4}, "`max_length` (4) tokens: raise it"),
+        ({"eval_samples": -1}, "`eval_samples` is -1: give 0 (none) or more."),
+        ({"glancing_ratio": 2}, "`glancing_ratio` is 2.0: give a number from 0 to 1."),
         ({"unroll_passes": 2}, "Set `unroll_passes=1` or `num_lstm_layers=0`"),
         ({"data": "nowhere.safetensors"}, "There is no token file nowhere.safetensors"),
         ({"target_dtype": "int8"}, "`dtype` is 'int8'; choose one of"),
@@ -239,6 +242,26 @@ def test_wrong_arguments(workplace, tmp_path, capsys, monkeypatch, changes, mess
     # A progress bar may stand around it.
     error = capsys.readouterr().err
     assert "hf-falcon train: error: " in error and message in error and "Traceback" not in error
+
+
+def test_a_drafter_for_another_target_takes_its_name(workplace, tmp_path, caplog):
+    """As `adapt` does; and responses of the first target are not the second's own."""
+    drafter = new_drafter(tiny_target(), num_lstm_layers=0, block_size=1)
+    name_target(drafter, tiny_target())
+    drafter.save_pretrained(tmp_path / "old")
+    other = new_target("llama", initializer_range=0.1)
+    other.save_pretrained(tmp_path / "other")
+    tiny_tokenizer().save_pretrained(tmp_path / "other")
+    data = TokenFile.load(workplace / "tokens.safetensors")
+    data.metadata["target_fingerprint"] = weights_fingerprint(tiny_target())
+    data.save(tmp_path / "tokens.safetensors")
+    options = {"data": tmp_path / "tokens.safetensors", "target": tmp_path / "other", "init_from": tmp_path / "old"}
+    options |= {"num_lstm_layers": 0, "block_size": 1, "max_steps": 1}
+    with caplog.at_level("WARNING", logger="hf_falcon"):
+        assert train.main(arguments(workplace, tmp_path / "new", **options)) == 0
+    config = FalconDraftModel.from_pretrained(tmp_path / "new").config
+    assert config.target_fingerprint == weights_fingerprint(other) and config.target_name_or_path.endswith("other")
+    assert "responses of another target" in caplog.text
 
 
 EAGLE3 = {"architecture": "eagle3", "block_size": 1, "num_lstm_layers": 0, "draft_vocab_size": 20, "eval_samples": 2}

@@ -3,6 +3,7 @@
 
 import gc
 import logging
+import math
 import signal
 import subprocess
 import sys
@@ -723,7 +724,15 @@ def test_an_error_of_the_learning_breaks_no_call(monkeypatch, caplog, where):
 
 
 @pytest.mark.parametrize(
-    "field, value", [("share", 1.5), ("held_out", 0.0), ("memory", 0), ("threads", 0), ("steps_a_minute", 0)]
+    "field, value",
+    [
+        ("share", 1.5),
+        ("held_out", 0.0),
+        ("memory", 0),
+        ("threads", 0),
+        ("steps_a_minute", 0),
+        ("steps_a_minute", math.inf),
+    ],
 )
 def test_options_out_of_range(field, value):
     with pytest.raises(ValueError, match=rf"`{field}` is {value}"):

@@ -14,7 +14,7 @@ import torch
 from quick import quick
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny_models import random_tokens, tiny_target
+from tiny_models import new_target, random_tokens, tiny_target
 from training_runs import logged, token_file, trainer
 from transformers import TrainerCallback, TrainerState, modeling_utils
 from transformers.trainer_utils import get_last_checkpoint
@@ -26,9 +26,7 @@ from hf_falcon.training.csgd import (
 )
 from hf_falcon.training.features import target_features
 from hf_falcon.training.provenance import git_revision
-from hf_falcon.training.trainer import (
-    collate,
-)
+from hf_falcon.training.trainer import FalconTrainingArguments, collate
 
 
 class Interrupt(TrainerCallback):
@@ -250,6 +248,89 @@ def test_the_best_checkpoint_is_kept_and_loaded(target, tmp_path):
     best = FalconDraftModel.from_pretrained(tmp_path / "checkpoint-1")
     for name, tensor in best.state_dict().items():
         assert torch.equal(run._drafter.state_dict()[name], tensor)
+
+
+@pytest.mark.parametrize("way", ["moved", "named otherwise"])
+def test_the_best_checkpoint_of_a_folder_that_has_moved(target, tmp_path, monkeypatch, way):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True, "save_total_limit": 1}
+    options |= {"metric_for_best_model": "regression", "greater_is_better": False, "max_steps": 4}
+    monkeypatch.chdir(tmp_path)
+    values = iter([0.0, 1.0, 1.0, 1.0])
+
+    def run_in(folder, *callback):
+        run = trainer(target, folder, *callback, **options)
+        take = run.evaluate
+        run.evaluate = lambda *args, **kwargs: {**take(*args, **kwargs), "eval_regression": next(values)}
+        return run
+
+    with pytest.raises(KeyboardInterrupt):
+        run_in("one", Interrupt(2)).train()
+    second = tmp_path / "one"
+    if way == "moved":
+        second = (tmp_path / "one").rename(tmp_path / "two")
+    run = run_in(second)
+    run.train(resume_from_checkpoint=str(second / "checkpoint-2"))
+    assert sorted(os.listdir(second)) == ["checkpoint-1", "checkpoint-4"]
+    best = FalconDraftModel.from_pretrained(second / "checkpoint-1")
+    for name, tensor in best.state_dict().items():
+        assert torch.equal(run._drafter.state_dict()[name], tensor)
+
+
+def test_a_run_is_not_continued_with_other_data_or_for_another_target(target, tmp_path):
+    trainer(target, tmp_path, max_steps=2).train()
+    other = new_target("llama", initializer_range=0.1)
+    for name, run in (
+        ("data", trainer(target, tmp_path, max_steps=3, train_file=token_file(seed=6))),
+        ("target", trainer(other, tmp_path, max_steps=2)),
+    ):
+        with pytest.raises(ValueError, match=f"`{name}` is not what the run in .* has: repeat its first command"):
+            run.train(resume_from_checkpoint=True)
+    # Other arguments are the user's affair.
+    run = trainer(target, tmp_path, max_steps=3, learning_rate=1e-3)
+    run.train(resume_from_checkpoint=True)
+    assert run.state.global_step == 3
+
+
+def test_a_trainer_uses_one_gpu(target, tmp_path):
+    """Several are for several processes: transformers would split our batches, which it cannot."""
+    args = trainer(target, tmp_path).args
+    args._n_gpu = 2
+    assert args.n_gpu == 1
+
+
+def test_the_seed_of_the_data(target, tmp_path):
+    def order(**seeds):
+        return list(trainer(target, tmp_path, **seeds)._get_train_sampler())
+
+    assert order(seed=1) == order(seed=2, data_seed=1) != order(seed=2)
+
+
+def test_a_state_that_is_not_written_whole(target, tmp_path, monkeypatch):
+    run = trainer(target, tmp_path)
+    run.save_state()
+    before = (tmp_path / "trainer_state.json").read_text()
+    monkeypatch.setattr(os, "replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    run.state.global_step = 7
+    with pytest.raises(KeyboardInterrupt):
+        run.save_state()
+    assert (tmp_path / "trainer_state.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("feature_noise", -0.1),
+        ("soft_label_share", 2.0),
+        ("glancing_ratio", 1.5),
+        ("regression_weight", float("nan")),
+        ("distillation_weight", float("inf")),
+        ("max_minutes", -1.0),
+        ("max_minutes", float("nan")),
+    ],
+)
+def test_numbers_out_of_range(tmp_path, name, value):
+    with pytest.raises(ValueError, match=f"`{name}` is {value}: give "):
+        FalconTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **{name: value})
 
 
 def test_evaluation(target, tmp_path):

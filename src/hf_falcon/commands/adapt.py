@@ -93,6 +93,8 @@ def adapt(
         )
     if "before" not in report:
         report["before"] = decoded_tau(target, drafter, prompts)
+    # More epochs than before are not complete yet.
+    report.pop("after", None)
     _write_report(folder, report)
     name_target(drafter, target)
     drafter.config.chat_template_kwargs = data.metadata.get("chat_template_kwargs", {})

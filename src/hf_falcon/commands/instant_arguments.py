@@ -44,14 +44,18 @@ class InstantArguments:
         at_least(self, 4, "max_new_tokens")
         folder = Path(self.output)
         if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not is_drafter(folder)):
-            raise ValueError(f"`output` is {self.output!r}, which holds other files: give a new folder.")
+            raise ValueError(
+                f"`output` is {self.output!r}, which holds a trained drafter or other files: give a new folder."
+            )
 
 
 def is_drafter(folder: Path) -> bool:
-    """Whether a folder holds a Falcon drafter."""
+    """Whether a folder holds a Falcon drafter that was not trained."""
     from ..core.drafter import FalconDraftModel
 
     file = folder / "config.json"
+    if (folder / "provenance.json").exists():
+        return False
     return file.is_file() and f'"{FalconDraftModel.config_class.model_type}"' in file.read_text(encoding="utf-8")
 
 

@@ -12,10 +12,12 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
+from ..checkpoint_files import name_target, weights_fingerprint
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import DraftModel, FalconDraftModel
 from ..training.features import Features, StoredFeatures, feature_statistics, kept_features
 from ..training.final_tau import decoded_tau
+from ..training.json_text import short
 from ..training.plot import TrainingPlot
 from ..training.start import like_last_layer, start_blocks, start_eagle3, start_falcon
 from ..training.token_file import TokenFile
@@ -59,6 +61,7 @@ def main(argv: list[str]) -> int:
         return 0
     target, _ = load_target(options.target, options.target_dtype or "auto", str(args.device))
     _check_vocabulary(options.data, files, target.config.get_text_config().vocab_size)
+    _warn_of_another_target(data, target)
     layers = _config(options, target).feature_layers
     stored: Features | None = None
     # The other processes find them complete.
@@ -155,6 +158,16 @@ def _log_final_tau(
         )
 
 
+def _warn_of_another_target(data: TokenFile, target: PreTrainedModel) -> None:
+    """Of the same vocabulary, or the file is refused. A drafter learns less from them than from its target's own."""
+    recorded, own = data.metadata.get("target_fingerprint"), weights_fingerprint(target)
+    if data.metadata.get("plan", {}).get("responses") != "data" and None not in (recorded, own) and recorded != own:
+        logger.warning(
+            f"The token files have responses of another target ({short(data.metadata.get('target'))}): "
+            "`hf-falcon prepare` writes responses of this one."
+        )
+
+
 def _check_vocabulary(paths: list[str], files: list[TokenFile], vocab_size: int) -> None:
     for path, file in zip(paths, files, strict=True):
         file.check_vocabulary(vocab_size, path)
@@ -200,6 +213,7 @@ def _drafter(
 ) -> DraftModel:
     if options.init_from is not None:
         trained: Any = ARCHITECTURES[options.architecture].from_pretrained(options.init_from, dtype=torch.float32)
+        name_target(trained, target)
         if _starts_blocks(options, trained.config):
             return start_blocks(trained, target, data, options.block_size, options.conditioning_size)
         return trained

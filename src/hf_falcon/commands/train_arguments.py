@@ -92,8 +92,9 @@ class DrafterArguments:
     def __post_init__(self) -> None:
         if self.architecture not in ARCHITECTURES:
             raise ValueError(f"`architecture` is {self.architecture!r}: choose one of {', '.join(ARCHITECTURES)}.")
-        if self.final_tau_prompts < 0:
-            raise ValueError(f"`final_tau_prompts` is {self.final_tau_prompts}: give 0 (none) or more.")
+        for name in ("eval_samples", "final_tau_prompts"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"`{name}` is {getattr(self, name)}: give 0 (none) or more.")
         fields = ("block_size", "num_lstm_layers", "conditioning_size")
         for name, value in zip(fields, (1, 0, 0)):
             if self.architecture == "eagle3" and getattr(self, name) != value:

@@ -90,7 +90,8 @@ class LearningOptions:
         for name in ("memory", "learning_rate", "save_minutes"):
             self._check(name, 0 < getattr(self, name) < math.inf, "a number above 0")
         self._check("idle_after", 0 <= self.idle_after < math.inf, "0 or more seconds")
-        self._check("steps_a_minute", self.steps_a_minute is None or self.steps_a_minute > 0, "a number above 0")
+        steps = self.steps_a_minute
+        self._check("steps_a_minute", steps is None or 0 < steps < math.inf, "a number above 0, or None")
         if self.keep_samples and self.folder is None:
             raise ValueError("`keep_samples` is True and there is no `folder` to keep them in: give one.")
         if self.folder is not None:

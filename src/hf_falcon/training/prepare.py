@@ -164,7 +164,8 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
 
 
 def _chat_template(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
-    return tokenizer.chat_template if arguments.chat_template is None else Path(arguments.chat_template).read_text()
+    given = arguments.chat_template
+    return tokenizer.chat_template if given is None else Path(given).read_text(encoding="utf-8")
 
 
 class _Selection:
@@ -181,7 +182,7 @@ class _Selection:
         self, arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos_token_ids: list[int]
     ) -> None:
         self._arguments, self._tokenizer, self._eos_token_ids = arguments, tokenizer, eos_token_ids
-        given = None if arguments.chat_template is None else Path(arguments.chat_template).read_text()
+        given = None if arguments.chat_template is None else _chat_template(arguments, tokenizer)
         self._template = ChatTemplate(tokenizer, given, template_variables(arguments.chat_template_kwargs))
         self._with_response = arguments.responses == "data"
         if self._template.source() is None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Literal
 
 
@@ -159,6 +160,12 @@ class PrepareArguments:
             raise ValueError(f"`turns` is {self.turns!r}: it must be 'first' or 'all'.")
         if self.history not in ("data", "target", "none"):
             raise ValueError(f"`history` is {self.history!r}: it must be 'data', 'target' or 'none'.")
+        if Path(self.output).is_dir():
+            raise ValueError(f"`output` is {self.output!r}, a folder: give the name of the token file in it.")
+        if self.chat_template is not None and not Path(self.chat_template).is_file():
+            raise FileNotFoundError(
+                f"`chat_template` is {self.chat_template!r}, which is not a file: give a Jinja file."
+            )
         self.chat_template_kwargs = template_variables(self.chat_template_kwargs)
         check_bad_share(self.max_bad_share)
         if self.responses not in ("target", "data"):

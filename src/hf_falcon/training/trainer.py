@@ -140,6 +140,17 @@ class FalconTrainingArguments(TrainingArguments):
             raise ValueError(f"`pass_decay` is {self.pass_decay}: give a number above 0, at most 1.")
         if self.muon and self.fsdp:
             raise ValueError("`muon` is True and `fsdp` is given: Muon needs whole matrices, leave out one of them.")
+        for name in ("regression_weight", "distillation_weight", "feature_noise", "max_minutes"):
+            if (value := getattr(self, name)) is not None and not 0 <= value < math.inf:
+                raise ValueError(f"`{name}` is {value}: give 0 or more.")
+        for name in ("soft_label_share", "glancing_ratio"):
+            if (value := getattr(self, name)) is not None and not 0 <= value <= 1:
+                raise ValueError(f"`{name}` is {value}: give a number from 0 to 1.")
+
+    @property
+    def n_gpu(self) -> int:
+        """One GPU at most: several are for several processes (`torchrun`). `DataParallel` cannot split our batches."""
+        return min(1, super().n_gpu)
 
     def take_defaults(self, drafter: DraftModel) -> None:
         """
@@ -348,6 +359,7 @@ class FalconTrainer(Trainer):
         """See [`~transformers.Trainer.train`]. A finished run is not continued: Trainer would add a step to it."""
         last = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         if last:
+            self._refuse_other_run(Path(last))
             state = TrainerState.load_from_json(os.path.join(last, TRAINER_STATE_NAME))
             if self._is_finished(state):
                 self.state = state
@@ -356,6 +368,21 @@ class FalconTrainer(Trainer):
                 self._load_from_checkpoint(str(best) if self.args.load_best_model_at_end and best.is_dir() else last)
                 return TrainOutput(state.global_step, 0.0, {})
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
+    def _refuse_other_run(self, checkpoint: Path) -> None:
+        """
+        Raises:
+            `ValueError`: if the run had other data or another target. Its schedule and its record would be of neither.
+        """
+        file = checkpoint / PROVENANCE_NAME
+        kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        for name, mark in (("data", "tokens_sha256"), ("target", "fingerprint")):
+            before, now = (each.get(name, {}).get(mark) for each in (kept, self._provenance))
+            if None not in (before, now) and before != now:
+                raise ValueError(
+                    f"`{name}` is not what the run in {str(checkpoint.parent)!r} has: repeat its first command to "
+                    "continue it, or give another `output_dir`; `init_from` starts from its weights."
+                )
 
     def _is_finished(self, state: TrainerState) -> bool:
         if self.args.max_steps > 0:
@@ -395,7 +422,8 @@ class FalconTrainer(Trainer):
         elif processes > 1:
             # Otherwise accelerate fills it up with samples of the next batches, which would count twice.
             size += -size % (batch_size * processes)
-        return LengthGroupedSampler(samples.lengths, step, self.args.seed, size)
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return LengthGroupedSampler(samples.lengths, step, seed, size)
 
     def get_batch_samples(self, epoch_iterator: Iterator, num_batches: int, device: torch.device) -> tuple[list, Any]:
         """See [`~transformers.Trainer.get_batch_samples`]. The items are the loss positions of all processes."""
@@ -512,8 +540,10 @@ class FalconTrainer(Trainer):
             super()._save_checkpoint(model, trial)
         finally:
             self.args = args
-        if self.state.best_global_step == self.state.global_step:
-            self.state.best_model_checkpoint = str(place)
+        # By its step: the run's folder can have been moved, or be named in another way, since it was saved.
+        best = Path(args.output_dir, f"checkpoint-{self.state.best_global_step}")
+        if best == place or best.is_dir():
+            self.state.best_model_checkpoint = str(best)
         self.accelerator.wait_for_everyone()
         if args.should_save:
             self.state.save_to_json(str(scratch / name / TRAINER_STATE_NAME))
@@ -529,6 +559,13 @@ class FalconTrainer(Trainer):
         self.state.num_input_tokens_seen += int(tokens)
         self._uncounted_tokens = 0
         super().save_model(output_dir, _internal_call)
+
+    def save_state(self) -> None:
+        """See [`~transformers.Trainer.save_state`]. A killed process leaves a whole file."""
+        if self.is_world_process_zero():
+            path = Path(self.args.output_dir, TRAINER_STATE_NAME)
+            self.state.save_to_json(f"{path}.tmp")
+            os.replace(f"{path}.tmp", path)
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
