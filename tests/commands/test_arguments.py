@@ -194,7 +194,8 @@ def test_a_target_that_the_hub_does_not_give(capsys, monkeypatch):
     def fail(*args, **kwargs):
         raise OSError("We couldn't connect to the Hub.\nCheck it.") from ConnectionError()
 
-    monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", fail)
+    # The configuration is read first.
+    monkeypatch.setattr(models.AutoConfig, "from_pretrained", fail)
     line = error_of(capsys, ["generate", "--prompt", "a", "--target", "user/none"])
     assert "`target` is 'user/none', and there is no such folder. On the Hub: We couldn't connect to the Hub." in line
 

@@ -203,7 +203,7 @@ def test_medusa_like_comes_along_for_the_demos_target(monkeypatch, tmp_path):
     def loaded(folder, *words):
         monkeypatch.setattr(bench, "shipped_folder", lambda name: folder)
         arguments = bench.BenchArguments(["prompts.jsonl"], *words)
-        return bench._load(arguments, torch.float32, torch.device("cpu"))[0]
+        return bench._load(arguments, torch.device("cpu"))[0]
 
     assert isinstance(loaded(str(tmp_path)).drafters["medusa_like"], MedusaLikeModel)
     for models in (loaded(None), loaded(str(tmp_path), "another/target")):

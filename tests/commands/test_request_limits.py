@@ -204,6 +204,12 @@ DEEP = json.loads("[" * 25 + "]" * 25)
         ({"generation_config": {"num_beams": 2}}, "`generation_config` is {'num_beams': 2}; give a text"),
         ({"generation_config": '{"num_beams": 1000000}'}, "`generation_config` is {'num_beams': 1000000}; give a"),
         ({"generation_config": "[" * 100_000}, "nested more than 32 deep"),
+        ({"generation_config": '{"top_k": -1, "do_sample": true}'}, "`top_k` of `generation_config` is -1; give an"),
+        ({"generation_config": '{"min_p": 5}'}, "`min_p` of `generation_config` is 5; give a number from 0 to 1."),
+        ({"generation_config": '{"repetition_penalty": 0}'}, "`repetition_penalty` of `generation_config` is 0"),
+        ({"generation_config": '{"temperature": -1}'}, "`temperature` of `generation_config` is -1"),
+        ({"generation_config": '{"eos_token_id": "x"}'}, "`eos_token_id` of `generation_config` is 'x'"),
+        ({"generation_config": '{"do_sample": 1}'}, "`do_sample` of `generation_config` is 1; give true or false."),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "`chat_template_kwargs` is {'chat_template':"),
         ({"chat_template_kwargs": {"tokenize": False}}, "`chat_template_kwargs` is {'tokenize': False}"),
         ({"chat_template_kwargs": [1]}, "`chat_template_kwargs` is [1]"),
@@ -238,7 +244,23 @@ def test_an_answer_ends_with_the_context(address):
 def test_settings_of_the_template_and_of_the_answer(address):
     extra = {"chat_template_kwargs": {"enable_thinking": False}, "stop": ["z", "zz"], "logit_bias": {"3": 1.5}}
     assert post(address, {**BODY, **extra})[0] == 200
-    assert post(address, {**BODY, "generation_config": '{"top_k": 5, "do_sample": true}'})[0] == 200
+    # Integers where numbers are meant, and no value.
+    config = '{"top_k": 5, "do_sample": true, "repetition_penalty": 2, "temperature": 2, "min_p": null}'
+    for stream in (False, True):
+        status, answer = post(address, {**BODY, "stream": stream, "generation_config": config})
+        assert status == 200 and "error" not in answer
+    status, answer = post(address, {**BODY, "generation_config": '{"temperature": 0, "do_sample": true}'})
+    assert status == 200 and "error" not in answer
+    assert post(address, {**BODY, "chat_template_kwargs": None})[0] == 200
+
+
+def test_biases_of_completions(address):
+    body = {"prompt": "abc", "max_tokens": 4}
+    found = [
+        json.loads(post(address, {**body, **bias}, path="/v1/completions")[1])["choices"][0]["text"]
+        for bias in ({}, {"logit_bias": {"5": 100}})
+    ]
+    assert found[0] != found[1] and len(set(found[1].split() or found[1])) == 1
 
 
 def test_printable():

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 import torch
@@ -240,6 +241,22 @@ def test_a_client_that_leaves_ends_its_answer(way, address, client):
     response.close()
     connection.close()
     assert len(chat(client)) > 0
+
+
+def test_a_client_that_leaves_ends_an_answer_that_is_not_streamed(target):
+    asked = []
+    hook = target.register_forward_hook(lambda *_: (asked.append(1), time.sleep(0.02)) and None)
+    with running(serving.TargetServer(target, chat_tokenizer(), NAME)) as address:
+        connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+        body = {"messages": CHAT, "max_tokens": 100000}
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        while not asked:
+            time.sleep(0.01)
+        connection.close()
+        # It waits for the answer before it; of all tokens of the context there would be some 240.
+        assert post(address, "/v1/chat/completions", {"messages": CHAT, "max_tokens": 2})[0] == 200
+        assert len(asked) < 100
+    hook.remove()
 
 
 def test_the_end_of_the_server_ends_its_answers(target, drafter):

@@ -46,7 +46,6 @@ from .models import (
     no_progress_bars,
     note_other_variables,
     resolve_device,
-    resolve_dtype,
     shipped_folder,
     source_named,
 )
@@ -63,8 +62,8 @@ def main(argv: list[str]) -> int:
         for source in arguments.data
     }
     device = resolve_device(arguments.device)
-    dtype = resolve_dtype(arguments.dtype, device)
-    models, tokenizer = _load(arguments, dtype, device)
+    models, tokenizer = _load(arguments, device)
+    dtype = models.target.dtype
     variables = template_variables(arguments.chat_template_kwargs)
     note_other_variables(models.drafters.get(FALCON), variables)
     models.longest_context = longest_context(tokenizer, data, arguments.max_new_tokens, variables)
@@ -127,12 +126,10 @@ def main(argv: list[str]) -> int:
     return 1 if exact and any(row["speedup"] is None for row in rows) else 0
 
 
-def _load(
-    arguments: BenchArguments, dtype: torch.dtype, device: torch.device
-) -> tuple[Models, PreTrainedTokenizerBase]:
+def _load(arguments: BenchArguments, device: torch.device) -> tuple[Models, PreTrainedTokenizerBase]:
     """The models of all methods, in the shape that is asked for, and the tokenizer."""
-    target, tokenizer = load_target(arguments.target, dtype, device)
-    models = Models(target, {})
+    target, tokenizer = load_target(arguments.target, arguments.dtype, device)
+    dtype, models = target.dtype, Models(target, {})
     if arguments.drafter is None and arguments.target not in (None, TARGET_NAME):
         models.absent[FALCON] = "no drafter is given as `drafter`, and there is none for this target"
     else:

@@ -41,7 +41,6 @@ from .models import (
     load_network,
     load_target,
     resolve_device,
-    resolve_dtype,
     shipped_drafter,
     source_named,
 )
@@ -324,8 +323,8 @@ def exactness_tables(found: list[Exactness]) -> str:
 def show_exactness(arguments: DoctorArguments) -> int:
     """`hf-falcon doctor --exactness`. Returns 1 if something differs everywhere, also inside [`row_invariant`]."""
     device = resolve_device(arguments.device)
-    dtype = resolve_dtype(arguments.dtype, device)
-    target, tokenizer = load_target(arguments.target, dtype, device)
+    target, tokenizer = load_target(arguments.target, arguments.dtype, device)
+    dtype = target.dtype
     input_ids = encode(tokenizer, PROMPTS["code"][0], device)["input_ids"]
     compared = {"as it is": compare_forwards(target, input_ids)}
     if dtype != torch.float32 and unsupported_reason(target) is None:
@@ -358,8 +357,8 @@ def main(argv: list[str]) -> int:
         texts = {Path(path).stem: [turns[0] for turns in read_turns(path, arguments.limit)] for path in arguments.data}
     name = arguments.drafter or shipped_drafter()
     device = resolve_device(arguments.device)
-    dtype = resolve_dtype(arguments.dtype, device)
-    target, tokenizer = load_target(arguments.target, dtype, device)
+    target, tokenizer = load_target(arguments.target, arguments.dtype, device)
+    dtype = target.dtype
     learnt = learnt_report(Path(name))
     if learnt is not None:
         name = str(learnt_drafter(Path(name)))

@@ -21,7 +21,7 @@ from ..cpu.row_invariant import row_invariant
 from ..training.chat_templates import template_variables
 from ..verdicts import verdict_of_prompt
 from .evaluate_arguments import EvaluateArguments, parser
-from .models import encode, load_drafter, load_target, note_other_variables, resolve_device, resolve_dtype
+from .models import encode, load_drafter, load_target, note_other_variables, resolve_device
 
 
 def measure_acceptance(
@@ -99,8 +99,8 @@ def main(argv: list[str]) -> int:
     arguments = EvaluateArguments(**vars(parser().parse_args(argv)))
     files = {path: [turns[0] for turns in read_turns(path, arguments.limit)] for path in arguments.data}
     device = resolve_device(arguments.device)
-    dtype = resolve_dtype(arguments.dtype, device)
-    target, tokenizer = load_target(arguments.target, dtype, device)
+    target, tokenizer = load_target(arguments.target, arguments.dtype, device)
+    dtype = target.dtype
     drafter = load_drafter(arguments.drafter, dtype, device, target)
     note_other_variables(drafter, template_variables(arguments.chat_template_kwargs))
     if arguments.prompt_lookup_num_tokens is None and drafter.max_draft_passes != 0:

@@ -37,7 +37,7 @@ class ModelArguments:
     device: str | None = field(default=None, metadata={"help": "By default cuda where there is one, else cpu."})
     pack: bool = field(default=False, metadata={"help": "Pack the weights of both for a CPU (`pack_weights`)."})
     compile: bool = field(
-        default=False, metadata={"help": "Compile rounds first, which takes minutes (`compile_rounds`)."}
+        default=False, metadata={"help": "Compile rounds first, unless they are kept (`compile_rounds`)."}
     )
 
     def __post_init__(self) -> None:
@@ -53,12 +53,11 @@ class ModelArguments:
         from ..cpu.compiling import compile_rounds
         from ..cpu.kept_rounds import offers_packed_rounds
         from ..cpu.packing import pack_weights
-        from .models import load_drafter, load_target, resolve_device, resolve_dtype
+        from .models import load_drafter, load_target, resolve_device
 
         device = resolve_device(self.device)
-        dtype = resolve_dtype(self.dtype, device)
-        target, tokenizer = load_target(self.target, dtype, device)
-        drafter = None if self.plain else load_drafter(self.drafter, dtype, device, target)
+        target, tokenizer = load_target(self.target, self.dtype, device)
+        drafter = None if self.plain else load_drafter(self.drafter, target.dtype, device, target)
         # What `hf-falcon tune --compile --pack` kept.
         compiles = self.compiles_first(target)
         if self.pack or (drafter is not None and not compiles and offers_packed_rounds(target)):

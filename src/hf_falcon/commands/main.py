@@ -12,7 +12,7 @@ from .printable import printable
 COMMANDS = {
     "demo": "generate the same text with and without a drafter, and compare",
     "prepare": "turn dialogues into the token file that a drafter is trained on",
-    "instant": "make a drafter for any target in a minute, without data and without training",
+    "instant": "make a drafter for any target in minutes, without data and without training",
     "train": "train a drafter for a target",
     "adapt": "continue the training of a drafter on a fine-tune's own responses, for some minutes",
     "export": "write an EAGLE-3 drafter in the layout that serving engines read",

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from contextvars import ContextVar
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -26,20 +27,39 @@ CONNECTIONS = 100
 _STOPS = 16
 _LONGEST_STOP = 256
 _BIASES = 1024
-# Fields of `generation_config` in a request: none loads or compiles anything, or multiplies the memory of an answer.
-_GENERATION_FIELDS = {
-    "do_sample",
-    "eos_token_id",
-    "max_new_tokens",
-    "min_new_tokens",
-    "min_p",
-    "no_repeat_ngram_size",
-    "repetition_penalty",
-    "temperature",
-    "top_k",
-    "top_p",
-    "typical_p",
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+def _is_number(value: Any, least: float = 0.0, most: float = math.inf) -> bool:
+    return type(value) in (int, float) and least <= value <= most and value < math.inf
+
+
+# Fields of `generation_config` in a request, the rule of each in words, and whether a value is within it: transformers
+# would find some wrong only in the middle of a streamed answer. None loads or compiles anything, or multiplies the
+# memory of an answer.
+_TINY = 1e-30
+_GENERATION_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "do_sample": ("true or false", lambda value: type(value) is bool),
+    "eos_token_id": (
+        "a token or a list of tokens",
+        lambda value: all(map(_is_count, value if isinstance(value, list) else [value])),
+    ),
+    "max_new_tokens": ("an integer", lambda value: type(value) is int),
+    "min_new_tokens": ("an integer of 0 or more", _is_count),
+    "min_p": ("a number from 0 to 1", lambda value: _is_number(value, most=1.0)),
+    "no_repeat_ngram_size": ("an integer of 0 or more", _is_count),
+    "repetition_penalty": ("a number above 0", lambda value: _is_number(value, _TINY)),
+    "temperature": ("0 (the most probable token) or more", _is_number),
+    "top_k": ("an integer of 0 or more", _is_count),
+    "top_p": ("a number above 0 and at most 1", lambda value: _is_number(value, _TINY, 1.0)),
+    "typical_p": ("a number above 0 and at most 1", lambda value: _is_number(value, _TINY, 1.0)),
 }
+
+# In the task of a request: set once its client has left.
+client_left: ContextVar[asyncio.Event | None] = ContextVar("client_left", default=None)
 
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
 Send = Callable[[Mapping[str, Any]], Awaitable[None]]
@@ -75,11 +95,24 @@ class RequestLimits:
         except ConnectionError:
             return
         messages = iter([{"type": "http.request", "body": body, "more_body": False}])
+        left = asyncio.Event()
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            left.set()
 
         async def replay() -> Mapping[str, Any]:
-            return next(messages, None) or await receive()
+            if (message := next(messages, None)) is None:
+                await left.wait()
+            return message or {"type": "http.disconnect"}
 
-        await self._app(scope, replay, send)
+        watcher = asyncio.ensure_future(watch())
+        client_left.set(left)
+        try:
+            await self._app(scope, replay, send)
+        finally:
+            watcher.cancel()
 
 
 async def _read_body(scope: Mapping[str, Any], receive: Receive) -> bytes:
@@ -187,11 +220,15 @@ def check_request(body: Mapping[str, Any], target: PreTrainedModel, tokenizer: P
         _check_bias(bias, target.config.get_text_config(decoder=True).vocab_size)
     if body.get("generation_config") is not None:
         fields = parse_json(body["generation_config"])
-        if not isinstance(fields, dict) or not fields.keys() <= _GENERATION_FIELDS:
+        if not isinstance(fields, dict) or not fields.keys() <= _GENERATION_FIELDS.keys():
             raise ValueError(
                 f"`generation_config` is {short(fields)}; give a JSON object with some of "
                 f"{', '.join(sorted(_GENERATION_FIELDS))}."
             )
+        for name, value in fields.items():
+            rule, is_right = _GENERATION_FIELDS[name]
+            if value is not None and not is_right(value):
+                raise ValueError(f"`{name}` of `generation_config` is {short(value)}; give {rule}.")
     settings = body.get("chat_template_kwargs")
     if settings is not None:
         # Among them are another template, and how the text is tokenized.

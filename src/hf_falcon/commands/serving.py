@@ -30,7 +30,7 @@ from ..attaching import attached_drafter
 from ..training.chat_templates import other_variables
 from .generate_arguments import check_sampling
 from .printable import printable
-from .request_limits import CONNECTIONS, RequestLimits, check_request, limit_answer, protocol
+from .request_limits import CONNECTIONS, RequestLimits, check_request, client_left, limit_answer, protocol
 
 logger = logging.get_logger(__name__)
 
@@ -136,6 +136,8 @@ class TargetServer:
         """A forward hook of the target: the thread of an answer cannot be ended from outside."""
         if self._stopping.is_set():
             raise _http_error()(status_code=503, detail="The server stops.")
+        if self._thread.client_left is not None and self._thread.client_left.is_set():
+            raise _http_error()(status_code=499, detail="The client has left.")
 
 
 def check_packages() -> None:
@@ -205,6 +207,9 @@ def _generate_manager() -> Any:
     kind: Any = serving_name("utils", "GenerateManager")
 
     class Manager(kind):
+        # Of the answer that runs; see [`request_limits.client_left`].
+        client_left: Any = None
+
         # If a release renames these two, an answer may be longer than the target's context.
         def generate_streaming(self, model: Any, processor: Any, inputs: Any, config: Any, **options: Any) -> Any:
             limit_answer(config, model, inputs["input_ids"].shape[-1])
@@ -215,6 +220,19 @@ def _generate_manager() -> Any:
         ) -> Any:
             limit_answer(config, model, inputs["input_ids"].shape[-1])
             return await super().generate_non_streaming(model, processor, inputs, config, **options)
+
+        # Of an answer that is not streamed. If a release renames it, such an answer runs to its end.
+        def async_submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            left = client_left.get()
+
+            def run() -> Any:
+                self.client_left = left
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    self.client_left = None
+
+            return super().async_submit(run)
 
     return Manager()
 
@@ -245,6 +263,9 @@ def _handler(
         async def handle_request(self, body: dict[str, Any], *args: Any) -> Any:
             check_request(body, target, tokenizer)
             compare_variables(body)
+            # Some clients send null for what they leave out, which transformers takes in `/v1/responses` only.
+            if body.get("chat_template_kwargs", {}) is None:
+                body = {name: value for name, value in body.items() if name != "chat_template_kwargs"}
             return await super().handle_request({"stream": False, **body}, *args)
 
         # Private in transformers. If a release renames it, a temperature has an effect only if the target's own
@@ -253,11 +274,18 @@ def _handler(
             config = super()._build_generation_config(body, *args, **kwargs)
             given = [name for name in ("temperature", "top_p") if body.get(name) is not None]
             check_sampling(*(getattr(config, name) if name in given else None for name in ("temperature", "top_p")))
-            if given:
+            for name in ("temperature", "repetition_penalty"):
+                # In JSON a number may be written as an integer, which transformers refuses in the middle of an answer.
+                if getattr(config, name) is not None:
+                    setattr(config, name, float(getattr(config, name)))
+            if given or config.temperature == 0:
                 config.do_sample = config.temperature != 0
             if not config.do_sample:
                 # transformers would warn that they have no effect.
                 config.temperature = config.top_p = None
+            if body.get("logit_bias"):
+                # For `/v1/completions` transformers leaves it out.
+                config.sequence_bias = {(int(token),): float(value) for token, value in body["logit_bias"].items()}
             if config.max_new_tokens is not None and config.max_new_tokens < 1:
                 raise ValueError(f"The limit of new tokens is {config.max_new_tokens}; give 1 or more.")
             return config

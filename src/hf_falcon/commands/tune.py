@@ -18,7 +18,7 @@ from ..cpu.kept_rounds import offer_rounds
 from ..cpu.packing import pack_weights
 from ..training.chat_templates import template_variables
 from ..training.token_file import write_atomically
-from .models import encode, load_network, load_target, note_other_variables, resolve_device, resolve_dtype
+from .models import encode, load_network, load_target, note_other_variables, resolve_device
 from .tune_arguments import TuneArguments, parser
 
 _PROMPTS = ["Why is the sky blue?", "Write a Python function that merges two sorted lists.", "What is 17 * 23 + 4?"]
@@ -31,8 +31,8 @@ def main(argv: list[str]) -> int:
     if arguments.data:
         texts = [turns[0] for path in arguments.data for turns in read_turns(path, arguments.limit)]
     device = resolve_device(arguments.device)
-    dtype = resolve_dtype(arguments.dtype, device)
-    target, tokenizer = load_target(arguments.target, dtype, device)
+    target, tokenizer = load_target(arguments.target, arguments.dtype, device)
+    dtype = target.dtype
     drafter = load_network(arguments.drafter, dtype, device)
     if arguments.pack:
         pack_weights(target)
