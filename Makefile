@@ -70,7 +70,7 @@ lint: $(VENV)/.ready  ## Check style and types
 	$(VENV)/bin/mypy
 
 docs: $(VENV)/.ready  ## Build the documentation site in site/; a broken link is an error
-	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/bin/mkdocs build --strict
 
 compatibility: $(VENV)/.ready  ## Write tests/COMPATIBILITY.md: which decoders of transformers are drafted for
 	$(VENV)/bin/python tests/support/compatibility_page.py

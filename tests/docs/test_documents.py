@@ -161,10 +161,12 @@ def test_links_resolve(document):
 def test_the_site_builds(tmp_path):
     """Strictly: a page without a place in the navigation is an error, too."""
     pytest.importorskip("mkdocs", reason="comes with the extra `docs`")
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
     result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
+    # Links of files at the top of the repository lead to pages of the site.
+    assert 'href="../cpu/#compile-once-a-machine"' in (tmp_path / "site" / "changelog" / "index.html").read_text()
     assert {f"docs/{file.parent.name}.md" for file in tmp_path.glob("site/*/index.html")} >= {
         page for page in PAGES if page != "docs/index.md"
     }
@@ -225,6 +227,8 @@ def run(document: str, saved: Path, namespace: dict, dtype: str = "bfloat16") ->
         for name, folder in names.items():
             block = block.replace(f'"{name}"', repr(str(folder)))
         block = block.replace("max_new_tokens=128", "max_new_tokens=16").replace('"bfloat16"', f'"{dtype}"')
+        # The stand-in reads two hidden states.
+        block = block.replace("[2, 16, 29]", "[1, 2]")
         assert not re.search(r'"[\w-]+/[\w.-]+"', block), "a name that nothing stands in for"
         exec(compile(block, document, "exec"), namespace)
 
