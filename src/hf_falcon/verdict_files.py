@@ -62,13 +62,18 @@ def _file(model: PreTrainedModel, kinds: Any) -> Path | None:
     """The file of a target; `None` for one that is not remembered."""
     if not _is_stock(model):
         return None
+    try:
+        # A value of another kind has the text of its own address: such a target is tried in each process.
+        config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+    except TypeError:
+        # Keys of several kinds.
+        return None
     attention, decoder = attention_implementation(model.config.get_text_config(decoder=True)), decoder_of(model)
     kinds_of_modules = {type(module) for module in model.modules() if not isinstance(module, PreTrainedModel)}
     parts = (
         [_digest_of_source(type(module)) for module in (model, decoder)],
         code_digest(kinds_of_modules, [type(decoder).forward, attention_function(attention)]),
-        # A value of any other kind has the text of its own address: such a target is tried in each process.
-        json.dumps(model.config.to_dict(), sort_keys=True, default=str),
+        config,
         attention,
         _matmul_precision(),
         model.dtype,

@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """The entry point, the loading of models, and what the demo makes of its measurements."""
 
+import importlib
 import json
 import os
 import sys
@@ -311,3 +312,19 @@ def test_quantised_weights_keep_their_dtype(dtype, expected, tmp_path, monkeypat
     monkeypatch.setattr(models.AutoModelForCausalLM, "from_pretrained", load)
     models.load_target(str(tmp_path), dtype)
     assert given == [expected]
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "evaluate", "doctor", "tune", "bench"])
+def test_the_dtype_of_quantised_weights_is_found_by_every_command(command, tmp_path, monkeypatch, capsys):
+    """`load_target` finds it where it is left to it."""
+
+    def load(name, dtype, *_, **__):
+        raise ValueError(f"loaded in {dtype!r}")
+
+    module = importlib.import_module(f"hf_falcon.commands.{command}")
+    for place in (models, module):
+        monkeypatch.setattr(place, "load_target", load, raising=place is models)
+    (tmp_path / "prompts.jsonl").write_text('{"turns": ["a"]}\n')
+    words = {"generate": ["--prompt", "a"], "chat": []}.get(command, ["--data", str(tmp_path / "prompts.jsonl")])
+    assert entry.main([command, *words]) == 1
+    assert "loaded in 'auto'" in capsys.readouterr().err

@@ -122,6 +122,8 @@ def test_a_configuration_that_is_no_json(tried):
     target = new_target("llama")
     target.config.compute_dtype = torch.float16
     assert way(target) == TREES and len(tried) == 1
+    target.config.names = {1: "one", "two": 2}
+    assert way(target) == TREES and len(tried) == 2
 
 
 def test_nothing_can_be_written(tried, monkeypatch, tmp_path):
