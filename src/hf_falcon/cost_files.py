@@ -36,7 +36,7 @@ def install() -> None:
 def cache_folder() -> Path:
     """Where the package keeps what it found on this machine: `HF_FALCON_CACHE`, or a folder in the Hub's own."""
     given = os.environ.get("HF_FALCON_CACHE")
-    return Path(given).expanduser() if given else Path(constants.HF_HOME) / "hf_falcon"
+    return Path(os.path.expanduser(given)) if given else Path(constants.HF_HOME) / "hf_falcon"
 
 
 def prior(target: PreTrainedModel, cost_key: CostKey) -> dict[int, float] | None:

@@ -63,10 +63,9 @@ def _file(model: PreTrainedModel, kinds: Any) -> Path | None:
     if not _is_stock(model):
         return None
     try:
-        # A value of another kind has the text of its own address: such a target is tried in each process.
-        config = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+        config = json.dumps(model.config.to_dict(), sort_keys=True, default=_text_of_dtype)
     except TypeError:
-        # Keys of several kinds.
+        # It has values that no text tells apart: such a target is tried in each process.
         return None
     attention, decoder = attention_implementation(model.config.get_text_config(decoder=True)), decoder_of(model)
     kinds_of_modules = {type(module) for module in model.modules() if not isinstance(module, PreTrainedModel)}
@@ -83,6 +82,12 @@ def _file(model: PreTrainedModel, kinds: Any) -> Path | None:
         (__version__, transformers_version, torch.__version__, torch.backends.cpu.get_cpu_capability()),
     )
     return cache_folder() / "targets" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"
+
+
+def _text_of_dtype(value: Any) -> str:
+    if isinstance(value, torch.dtype):
+        return str(value)
+    raise TypeError
 
 
 def _matmul_precision() -> str | None:

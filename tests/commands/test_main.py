@@ -255,6 +255,9 @@ class StandInTarget:
 
     device = torch.device("cpu")
 
+    def __init__(self, dtype):
+        self.dtype = models.resolve_dtype(dtype, self.device)
+
     def generate(self, input_ids, assistant_model=None, streamer=None, **kwargs):
         ids = [3, 4] if assistant_model is None else assistant_model.ids
         statistics = None if assistant_model is None else {"tau": 1.0, "alpha": 0.5, "rounds": 1}
@@ -284,7 +287,7 @@ def test_demo_status_is_that_of_float32(monkeypatch, capsys, timed_ids, fp32_ids
     def load_drafter(name, dtype, device, target):
         return SimpleNamespace(ids=fp32_ids if dtype == torch.float32 else timed_ids)
 
-    monkeypatch.setattr(demo, "load_target", lambda *arguments: (StandInTarget(), StandInTokenizer()))
+    monkeypatch.setattr(demo, "load_target", lambda name, dtype, device: (StandInTarget(dtype), StandInTokenizer()))
     monkeypatch.setattr(demo, "load_drafter", load_drafter)
     assert demo.main(["--json", "--dtype", "bfloat16", "--device", "cpu"]) == status
     # One object on stdout, and nothing beside it.
@@ -314,7 +317,7 @@ def test_quantised_weights_keep_their_dtype(dtype, expected, tmp_path, monkeypat
     assert given == [expected]
 
 
-@pytest.mark.parametrize("command", ["generate", "chat", "evaluate", "doctor", "tune", "bench"])
+@pytest.mark.parametrize("command", ["demo", "generate", "chat", "evaluate", "doctor", "tune", "bench"])
 def test_the_dtype_of_quantised_weights_is_found_by_every_command(command, tmp_path, monkeypatch, capsys):
     """`load_target` finds it where it is left to it."""
 
@@ -325,6 +328,8 @@ def test_the_dtype_of_quantised_weights_is_found_by_every_command(command, tmp_p
     for place in (models, module):
         monkeypatch.setattr(place, "load_target", load, raising=place is models)
     (tmp_path / "prompts.jsonl").write_text('{"turns": ["a"]}\n')
-    words = {"generate": ["--prompt", "a"], "chat": []}.get(command, ["--data", str(tmp_path / "prompts.jsonl")])
+    words = {"generate": ["--prompt", "a"], "chat": [], "demo": []}.get(
+        command, ["--data", str(tmp_path / "prompts.jsonl")]
+    )
     assert entry.main([command, *words]) == 1
     assert "loaded in 'auto'" in capsys.readouterr().err

@@ -244,19 +244,26 @@ def test_a_client_that_leaves_ends_its_answer(way, address, client):
 
 
 def test_a_client_that_leaves_ends_an_answer_that_is_not_streamed(target):
-    asked = []
-    hook = target.register_forward_hook(lambda *_: (asked.append(1), time.sleep(0.02)) and None)
-    with running(serving.TargetServer(target, chat_tokenizer(), NAME)) as address:
-        connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
-        body = {"messages": CHAT, "max_tokens": 100000}
-        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
-        while not asked:
-            time.sleep(0.01)
-        connection.close()
-        # It waits for the answer before it; of all tokens of the context there would be some 240.
-        assert post(address, "/v1/chat/completions", {"messages": CHAT, "max_tokens": 2})[0] == 200
-        assert len(asked) < 100
-    hook.remove()
+    asked, begun = [], threading.Event()
+
+    def slow_step(*_):
+        asked.append(1)
+        begun.set()
+        time.sleep(0.02)
+
+    hook = target.register_forward_hook(slow_step)
+    try:
+        with running(serving.TargetServer(target, chat_tokenizer(), NAME)) as address:
+            connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+            body = {"messages": CHAT, "max_tokens": 100000}
+            connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+            assert begun.wait(60)
+            connection.close()
+            # It waits for the answer before it; of all tokens of the context there would be some 240.
+            assert post(address, "/v1/chat/completions", {"messages": CHAT, "max_tokens": 2})[0] == 200
+            assert len(asked) < 100
+    finally:
+        hook.remove()
 
 
 def test_the_end_of_the_server_ends_its_answers(target, drafter):

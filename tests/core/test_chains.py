@@ -281,7 +281,7 @@ def test_a_target_that_drops_its_cache_in_every_step(warnings_given):
     expected = generate(target, prompt()).sequences
     found = generate(target, prompt(), assistant_model=drafter_of(target))
     assert found.sequences.tolist() == expected.tolist()
-    assert "behind token 20 the target drops its cache" in warnings_given()[0]
+    assert "crosses 20 tokens, the target drops its cache" in warnings_given()[0]
 
 
 def test_a_decoder_with_the_states_of_an_encoder():

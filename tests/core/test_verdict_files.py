@@ -122,8 +122,11 @@ def test_a_configuration_that_is_no_json(tried):
     target = new_target("llama")
     target.config.compute_dtype = torch.float16
     assert way(target) == TREES and len(tried) == 1
+    assert way(target) == TREES and len(tried) == 1
     target.config.names = {1: "one", "two": 2}
     assert way(target) == TREES and len(tried) == 2
+    target.config.names = object()
+    assert [way(target) for _ in range(2)] == [TREES, TREES] and len(tried) == 4
 
 
 def test_nothing_can_be_written(tried, monkeypatch, tmp_path):

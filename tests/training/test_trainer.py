@@ -276,6 +276,24 @@ def test_the_best_checkpoint_of_a_folder_that_has_moved(target, tmp_path, monkey
         assert torch.equal(run._drafter.state_dict()[name], tensor)
 
 
+def test_a_finished_run_of_whole_epochs_that_has_moved(target, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "load_best_model_at_end": True}
+    options |= {"metric_for_best_model": "regression", "greater_is_better": False}
+    options |= {"max_steps": -1, "num_train_epochs": 1}
+    first = trainer(target, tmp_path / "one", **options)
+    values, take = iter([0.0, 1.0, 1.0, 1.0]), first.evaluate
+    first.evaluate = lambda *args, **kwargs: {**take(*args, **kwargs), "eval_regression": next(values)}
+    first.train()
+    folder = (tmp_path / "one").rename(tmp_path / "two")
+    second = trainer(target, folder, **options)
+    second.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    best = FalconDraftModel.from_pretrained(folder / "checkpoint-1")
+    for run in (first, second):
+        assert run.state.global_step == 4
+        for name, tensor in best.state_dict().items():
+            assert torch.equal(run._drafter.state_dict()[name], tensor)
+
+
 def test_a_run_is_not_continued_with_other_data_or_for_another_target(target, tmp_path):
     trainer(target, tmp_path, max_steps=2).train()
     other = new_target("llama", initializer_range=0.1)
@@ -283,7 +301,7 @@ def test_a_run_is_not_continued_with_other_data_or_for_another_target(target, tm
         ("data", trainer(target, tmp_path, max_steps=3, train_file=token_file(seed=6))),
         ("target", trainer(other, tmp_path, max_steps=2)),
     ):
-        with pytest.raises(ValueError, match=f"`{name}` is not what the run in .* has: repeat its first command"):
+        with pytest.raises(ValueError, match=f"`{name}` is not what the run of .* has: repeat its first command"):
             run.train(resume_from_checkpoint=True)
     # Other arguments are the user's affair.
     run = trainer(target, tmp_path, max_steps=3, learning_rate=1e-3)

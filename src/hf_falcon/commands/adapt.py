@@ -22,6 +22,7 @@ from ..training.dialogues import find_data
 from ..training.final_tau import decoded_tau
 from ..training.prepare import prepare
 from ..training.prepare_arguments import PrepareArguments
+from ..training.provenance import provenance, refuse_other_run
 from ..training.token_file import TokenFile, write_atomically
 from ..training.trainer import DraftSamples, FalconTrainer, FalconTrainingArguments
 from .adapt_arguments import AdaptArguments, parser
@@ -93,13 +94,16 @@ def adapt(
         )
     if "before" not in report:
         report["before"] = decoded_tau(target, drafter, prompts)
+    checkpoint = get_last_checkpoint(arguments.output_dir)
+    if checkpoint is not None:
+        refuse_other_run(checkpoint, provenance(target, data))
     # More epochs than before are not complete yet.
     report.pop("after", None)
     _write_report(folder, report)
     name_target(drafter, target)
     drafter.config.chat_template_kwargs = data.metadata.get("chat_template_kwargs", {})
     trainer = _trainer(target, drafter, data, held_out, arguments)
-    trainer.train(resume_from_checkpoint=get_last_checkpoint(arguments.output_dir))
+    trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.save_state()
     if isinstance(drafter, FalconDraftModel):

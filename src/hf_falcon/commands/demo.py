@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from ..bench.runner import timed
 from ..cpu.row_invariant import row_invariant, unsupported_reason
 from .demo_arguments import DemoArguments, parser
-from .models import encode, load_drafter, load_target, resolve_device, resolve_dtype
+from .models import encode, load_drafter, load_target, resolve_device
 from .report import Row, run_order, summary, table
 
 PROMPTS = {
@@ -146,11 +146,11 @@ def measure(
 
 
 def load(
-    arguments: DemoArguments, dtype: torch.dtype, device: torch.device
+    arguments: DemoArguments, dtype: str | torch.dtype, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedTokenizerBase]:
     """The target, the drafter and the tokenizer."""
     target, tokenizer = load_target(arguments.target, dtype, device)
-    drafter = load_drafter(arguments.drafter, dtype, device, target)
+    drafter = load_drafter(arguments.drafter, target.dtype, device, target)
     if arguments.num_assistant_tokens is not None:
         drafter.generation_config.num_assistant_tokens = arguments.num_assistant_tokens
     return target, drafter, tokenizer
@@ -174,15 +174,15 @@ def main(argv: list[str]) -> int:
     """
     arguments = DemoArguments(**vars(parser().parse_args(argv)))
     device = resolve_device(arguments.device)
-    dtype = resolve_dtype(arguments.dtype, device)
     prompts = {f"prompt {i}": prompt for i, prompt in enumerate(arguments.prompt or (), start=1)} or PROMPTS
 
     def note(text: str) -> None:
         print(text, file=sys.stderr, flush=True)
 
+    note(f"Loading the target and the drafter on {device}.")
+    models = load(arguments, arguments.dtype, device)
+    dtype = models[0].dtype
     dtype_name = str(dtype).removeprefix("torch.")
-    note(f"Loading the target and the drafter in {dtype_name} on {device}.")
-    models = load(arguments, dtype, device)
     rows = []
     # On other devices nobody has measured what it costs.
     is_row_invariant = device.type == "cpu" and unsupported_reason(models[0]) is None

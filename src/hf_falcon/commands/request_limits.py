@@ -44,8 +44,8 @@ _TINY = 1e-30
 _GENERATION_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "do_sample": ("true or false", lambda value: type(value) is bool),
     "eos_token_id": (
-        "a token or a list of tokens",
-        lambda value: all(map(_is_count, value if isinstance(value, list) else [value])),
+        "a token, a list of tokens, or -1 for none",
+        lambda value: value == -1 or all(map(_is_count, value if isinstance(value, list) else [value])),
     ),
     "max_new_tokens": ("an integer", lambda value: type(value) is int),
     "min_new_tokens": ("an integer of 0 or more", _is_count),

@@ -9,6 +9,7 @@ that is not so, a comment says what happens.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
 import os
@@ -21,9 +22,10 @@ from importlib.util import find_spec
 from operator import attrgetter
 from typing import Any
 
+import torch
 import transformers
 from jinja2 import TemplateError
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 from transformers.utils import logging
 
 from ..attaching import attached_drafter
@@ -136,8 +138,6 @@ class TargetServer:
         """A forward hook of the target: the thread of an answer cannot be ended from outside."""
         if self._stopping.is_set():
             raise _http_error()(status_code=503, detail="The server stops.")
-        if self._thread.client_left is not None and self._thread.client_left.is_set():
-            raise _http_error()(status_code=499, detail="The client has left.")
 
 
 def check_packages() -> None:
@@ -207,9 +207,6 @@ def _generate_manager() -> Any:
     kind: Any = serving_name("utils", "GenerateManager")
 
     class Manager(kind):
-        # Of the answer that runs; see [`request_limits.client_left`].
-        client_left: Any = None
-
         # If a release renames these two, an answer may be longer than the target's context.
         def generate_streaming(self, model: Any, processor: Any, inputs: Any, config: Any, **options: Any) -> Any:
             limit_answer(config, model, inputs["input_ids"].shape[-1])
@@ -222,19 +219,22 @@ def _generate_manager() -> Any:
             return await super().generate_non_streaming(model, processor, inputs, config, **options)
 
         # Of an answer that is not streamed. If a release renames it, such an answer runs to its end.
-        def async_submit(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def async_submit(self, generate: Callable[..., Any], **arguments: Any) -> Any:
             left = client_left.get()
-
-            def run() -> Any:
-                self.client_left = left
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    self.client_left = None
-
-            return super().async_submit(run)
+            criteria = None if left is None else StoppingCriteriaList([_ClientLeft(left)])
+            return super().async_submit(generate, **arguments, stopping_criteria=criteria)
 
     return Manager()
+
+
+class _ClientLeft(StoppingCriteria):
+    """Ends an answer that nobody waits for any more; `left` is set then."""
+
+    def __init__(self, left: asyncio.Event):
+        self._left = left
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((input_ids.shape[0],), self._left.is_set(), device=input_ids.device)
 
 
 def _generation_state(manager: Any) -> Any:
@@ -283,9 +283,9 @@ def _handler(
             if not config.do_sample:
                 # transformers would warn that they have no effect.
                 config.temperature = config.top_p = None
-            if body.get("logit_bias"):
-                # For `/v1/completions` transformers leaves it out.
-                config.sequence_bias = {(int(token),): float(value) for token, value in body["logit_bias"].items()}
+            if (biases := body.get("logit_bias")) is not None:
+                # For `/v1/completions` transformers leaves them out, and it refuses an empty object.
+                config.sequence_bias = {(int(token),): float(value) for token, value in biases.items()} or None
             if config.max_new_tokens is not None and config.max_new_tokens < 1:
                 raise ValueError(f"The limit of new tokens is {config.max_new_tokens}; give 1 or more.")
             return config

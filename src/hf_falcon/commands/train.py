@@ -15,10 +15,12 @@ from transformers.trainer_utils import get_last_checkpoint
 from ..checkpoint_files import name_target, weights_fingerprint
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import DraftModel, FalconDraftModel
+from ..core.target_parts import quantised_layers
 from ..training.features import Features, StoredFeatures, feature_statistics, kept_features
 from ..training.final_tau import decoded_tau
 from ..training.json_text import short
 from ..training.plot import TrainingPlot
+from ..training.provenance import provenance, refuse_other_run
 from ..training.start import like_last_layer, start_blocks, start_eagle3, start_falcon
 from ..training.token_file import TokenFile
 from ..training.trainer import DraftSamples, FalconTrainer, FalconTrainingArguments
@@ -61,7 +63,14 @@ def main(argv: list[str]) -> int:
         return 0
     target, _ = load_target(options.target, options.target_dtype or "auto", str(args.device))
     _check_vocabulary(options.data, files, target.config.get_text_config().vocab_size)
-    _warn_of_another_target(data, target)
+    # Trainer creates it in one process, and other processes can need it earlier.
+    os.makedirs(args.output_dir, exist_ok=True)
+    checkpoint = args.resume_from_checkpoint or get_last_checkpoint(args.output_dir)
+    if checkpoint:
+        # Before the features, which may take hours.
+        refuse_other_run(checkpoint, provenance(target, data))
+    if args.process_index == 0:
+        _warn_of_another_target(files, target)
     layers = _config(options, target).feature_layers
     stored: Features | None = None
     # The other processes find them complete.
@@ -79,9 +88,6 @@ def main(argv: list[str]) -> int:
     trainer = FalconTrainer(drafter, target, args, samples, held_out, run_arguments=asdict(options))
     plot = TrainingPlot()
     trainer.add_callback(plot)
-    # Trainer creates it in one process, and other processes can need it earlier.
-    os.makedirs(args.output_dir, exist_ok=True)
-    checkpoint = args.resume_from_checkpoint or get_last_checkpoint(args.output_dir)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     state = trainer.state
@@ -158,14 +164,17 @@ def _log_final_tau(
         )
 
 
-def _warn_of_another_target(data: TokenFile, target: PreTrainedModel) -> None:
+def _warn_of_another_target(files: list[TokenFile], target: PreTrainedModel) -> None:
     """Of the same vocabulary, or the file is refused. A drafter learns less from them than from its target's own."""
-    recorded, own = data.metadata.get("target_fingerprint"), weights_fingerprint(target)
-    if data.metadata.get("plan", {}).get("responses") != "data" and None not in (recorded, own) and recorded != own:
-        logger.warning(
-            f"The token files have responses of another target ({short(data.metadata.get('target'))}): "
-            "`hf-falcon prepare` writes responses of this one."
-        )
+    own = None if any(quantised_layers(target)) else weights_fingerprint(target)
+    for file in (each.metadata for each in files):
+        recorded = file.get("target_fingerprint")
+        if file.get("plan", {}).get("responses") != "data" and None not in (recorded, own) and recorded != own:
+            logger.warning(
+                f"A token file has responses of another target ({short(file.get('target'))}): `hf-falcon prepare` "
+                "writes responses of this one."
+            )
+            return
 
 
 def _check_vocabulary(paths: list[str], files: list[TokenFile], vocab_size: int) -> None:

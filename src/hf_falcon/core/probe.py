@@ -428,8 +428,8 @@ def _no_draft_reason(
     if model.config.is_encoder_decoder:
         return "the target is an encoder-decoder model"
     limit = config.original_max_position_embeddings if config.model_type == "phi4_multimodal" else None
-    if limit is not None and (generation_config.max_length or 0) > limit:
-        return f"behind token {limit} the target drops its cache in every step"
+    if limit is not None and input_ids.shape[1] <= limit < (generation_config.max_length or 0):
+        return f"once the text crosses {limit} tokens, the target drops its cache in every step"
     # BERT's kind. GPT-NeoX's configuration has the field as well, but GPT-NeoX is a decoder.
     if hasattr(config, "add_cross_attention") and not getattr(config, "is_decoder", True):
         return "the target is an encoder (`is_decoder` is False), which keeps no cache"

@@ -734,6 +734,12 @@ def _features_of(
         not read, is zero: no prediction needs it.
     """
     width, rows = max(len(prompt) for prompt in prompts), []
+    if features.shape[1] < width:
+        # Gemma 4's layers that share keys and values.
+        raise ValueError(
+            "`keep_features` is True, but some layers of the target compute only the last token of a prompt: leave it "
+            "out, and `hf-falcon train` computes the features."
+        )
     for row, prompt, response in zip(features, prompts, responses, strict=True):
         read = row[width - len(prompt) : width + len(response) - 1]
         rows.append(torch.cat((read, read.new_zeros(1, read.shape[1]))).to("cpu", torch.bfloat16))

@@ -4,8 +4,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import platform
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,6 +49,28 @@ def provenance(target: PreTrainedModel, data: TokenFile) -> dict[str, Any]:
             **{name: value for name, value in data.metadata.items() if name in names},
         },
     }
+
+
+def refuse_other_run(checkpoint: str | Path, found: dict[str, Any]) -> None:
+    """
+    Refuses to continue a run with other data or for another target: its schedule and its record would be of neither.
+
+    Args:
+        checkpoint (`str` or `Path`): a checkpoint of the run.
+        found (`dict`): [`provenance`] of what it would go on with.
+
+    Raises:
+        `ValueError`: naming what differs, and the remedy.
+    """
+    file = Path(checkpoint, PROVENANCE_NAME)
+    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    for name, mark in (("data", "tokens_sha256"), ("target", "fingerprint")):
+        before, now = (each.get(name, {}).get(mark) for each in (kept, found))
+        if None not in (before, now) and before != now:
+            raise ValueError(
+                f"`{name}` is not what the run of {str(checkpoint)!r} has: repeat its first command to continue it, "
+                "or start another run in a new `output_dir` (from its weights with `init_from`)."
+            )
 
 
 def git_revision() -> str | None:

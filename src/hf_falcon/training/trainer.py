@@ -49,7 +49,7 @@ from .distillation import DIVERGENCES
 from .estimated_tau import TOP, estimated_tau_chain, estimated_tau_tree
 from .features import Features, target_features
 from .muon import MuonWithAdamW
-from .provenance import PROVENANCE_NAME, provenance
+from .provenance import PROVENANCE_NAME, provenance, refuse_other_run
 from .token_file import TokenFile
 
 # The index of a sample that fills up a batch: one token, with nothing to predict.
@@ -359,7 +359,7 @@ class FalconTrainer(Trainer):
         """See [`~transformers.Trainer.train`]. A finished run is not continued: Trainer would add a step to it."""
         last = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         if last:
-            self._refuse_other_run(Path(last))
+            refuse_other_run(last, self._provenance)
             state = TrainerState.load_from_json(os.path.join(last, TRAINER_STATE_NAME))
             if self._is_finished(state):
                 self.state = state
@@ -369,27 +369,10 @@ class FalconTrainer(Trainer):
                 return TrainOutput(state.global_step, 0.0, {})
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
-    def _refuse_other_run(self, checkpoint: Path) -> None:
-        """
-        Raises:
-            `ValueError`: if the run had other data or another target. Its schedule and its record would be of neither.
-        """
-        file = checkpoint / PROVENANCE_NAME
-        kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        for name, mark in (("data", "tokens_sha256"), ("target", "fingerprint")):
-            before, now = (each.get(name, {}).get(mark) for each in (kept, self._provenance))
-            if None not in (before, now) and before != now:
-                raise ValueError(
-                    f"`{name}` is not what the run in {str(checkpoint.parent)!r} has: repeat its first command to "
-                    "continue it, or give another `output_dir`; `init_from` starts from its weights."
-                )
-
     def _is_finished(self, state: TrainerState) -> bool:
         if self.args.max_steps > 0:
             return state.global_step >= self.args.max_steps
-        # After whole epochs Trainer itself adds none.
-        is_part = self.args.num_train_epochs % 1 > 0
-        return is_part and state.epoch is not None and state.epoch >= self.args.num_train_epochs
+        return state.epoch is not None and state.epoch >= self.args.num_train_epochs
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """See [`~transformers.Trainer.create_optimizer`]. With `muon`, heads are updated by AdamW all the same."""
