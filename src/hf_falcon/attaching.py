@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from transformers import GenerationConfig, GenerationMixin, PreTrainedModel
 from transformers.generation.configuration_utils import GenerationMode
 from transformers.utils import logging
 
+from .core.candidate_generator import limited_options
+from .core.draft_options import DraftOptions
 from .core.hook import default_generation_params, is_drafter, plain_reason, register_finder
 from .cpu.background_builds import build_in_background, check_background_build, end_build
 from .drafters.lookup_drafter import LOOKUP
@@ -158,7 +161,9 @@ class AttachedDrafters:
             return False
         try:
             drafter.check_target(target)
-        # The target was changed after `attach`, such as by `resize_token_embeddings`. It generates all the same.
+            _check_options(drafter, target, settings)
+        # The target was changed after `attach`, such as by `resize_token_embeddings`, or the call has a value that
+        # plain decoding does not read. It generates all the same.
         except ValueError as error:
             logger.warning_once(f"The attached drafter is not used, plain decoding runs: {error}")
             return False
@@ -196,6 +201,19 @@ def _trains_otherwise(target: PreTrainedModel) -> bool:
         if any(isinstance(value, float) and value > 0 for value in own):
             return True
     return False
+
+
+def _check_options(drafter: Any, target: PreTrainedModel, settings: dict[str, Any]) -> None:
+    """
+    Raises:
+        `ValueError`: for a drafting option of a call that is out of range, if plain decoding ignores all that are set.
+    """
+    names = [field.name for field in fields(DraftOptions)]
+    given = {name: settings[name] for name in names if settings.get(name) is not None}
+    if given and all(hasattr(GenerationConfig(), name) for name in given):
+        own = {name: getattr(drafter.generation_config, name, None) for name in names}
+        options = {name: value for name, value in {**own, **given}.items() if value is not None}
+        limited_options(DraftOptions(**options), drafter, target)
 
 
 def _renew_lock() -> None:

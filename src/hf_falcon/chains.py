@@ -117,7 +117,10 @@ class ChainRun:
         self._rewind = Rewind(cache, slots)
         mask = self._model_kwargs.get("attention_mask")
         # GIT puts its image before the prompt.
-        return outputs.logits[:, -1], prompt_features(tap.take()[:, -self.length :], input_ids, mask, self.length)
+        features = prompt_features(tap.take()[:, -self.length :], input_ids, mask, self.length)
+        # The caller may have given a cache, and only what comes behind it.
+        self.length = max(self.length, slots.longest)
+        return outputs.logits[:, -1], features
 
     def max_tree_depth(self, row: int = 0) -> int | None:
         """As [`TargetRun.max_tree_depth`]; 0 where a forward without draft had better cache the deferred tokens."""

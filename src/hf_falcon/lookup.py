@@ -166,6 +166,14 @@ class LookupMemory:
         """Tokens of all texts."""
         return self._size
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has a lock of its own.
+        with self._lock:
+            return {**vars(self), "_texts": {**self._texts}, "_lock": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _lock=threading.Lock())
+
     def add(self, token_ids: Sequence[int]) -> None:
         """
         Adds a text. It replaces texts that it begins with, such as the earlier turns of a dialogue; of a text beyond

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, PathFinder
@@ -108,6 +109,8 @@ def _wrap(pipelines: ModuleType) -> None:
 
     @functools.wraps(stock)
     def load_assistant_model(model: PreTrainedModel, assistant_model: Any, assistant_tokenizer: Any) -> tuple:
+        if isinstance(assistant_model, os.PathLike):
+            assistant_model = os.fspath(assistant_model)
         if isinstance(assistant_model, str) and _names_drafter(assistant_model):
             assistant_model = AutoDrafter.from_pretrained(assistant_model, model.dtype, model).to(model.device)
         if getattr(type(assistant_model), "is_falcon_drafter", False):

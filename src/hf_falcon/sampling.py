@@ -246,7 +246,9 @@ def decode_multi_root(run: TargetRun, generator: MultiRootCandidateGenerator, ba
             batch.stream()
             return statistics
         deepest = run.max_tree_depth()
-        limit = sequence.tokens_left - 1 if deepest is None else min(sequence.tokens_left - 1, deepest)
+        # The caller's criteria may let a text be longer than its configuration does.
+        left = max(0, sequence.tokens_left - 1)
+        limit = left if deepest is None else min(left, deepest)
         rivals, log_probs = _rivals(sequence, logits, generator.options.draft_top_k - 1 if limit > 0 else 0)
         forks = {int(fork.root): fork for fork in (sequence, *rivals)}
         with statistics.measure("drafter", generator.drafter.device):

@@ -109,6 +109,9 @@ AS_WITHOUT = {
     "dola": {"dola_layers": "low"},
     "constraints": {"force_words_ids": [[3]], "num_beams": 2},
     "tokenizer": {"assistant_tokenizer": tiny_tokenizer()},
+    "no draft tokens": {"num_assistant_tokens": 0},
+    "a threshold out of range": {"assistant_confidence_threshold": 1.5},
+    "a schedule of another kind": {"num_assistant_tokens_schedule": "weekly"},
     "paged": {"cache_implementation": "paged", "streamer": TextStreamer(tiny_tokenizer())},
 }
 

@@ -5,6 +5,7 @@ import pytest
 import torch
 from quick import one_in
 from tiny_models import new_drafter, new_target, prompt, random_tokens, tiny_drafter, tiny_target
+from transformers import MaxLengthCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from hf_falcon import sampling as multi_root
@@ -160,3 +161,13 @@ def test_warns_of_the_bias_once(few_tokens, warnings_given):
     for _ in range(2):
         few_tokens.generate(ids, assistant_model=drafter, max_new_tokens=4, do_sample=True)
     assert sum("samples are biased" in message for message in warnings_given()) == 1
+
+
+@pytest.mark.parametrize("verification", ["exact", "multi_root"])
+def test_a_criterion_that_lets_a_text_be_longer_than_its_configuration(verification):
+    target = tiny_target("llama")
+    drafter = tiny_drafter(target, verification=verification)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(48)])
+    # Without a limit of its own a configuration has one of 20 new tokens.
+    output = target.generate(prompt(9), assistant_model=drafter, stopping_criteria=criteria, do_sample=True)
+    assert output.shape[1] == 48

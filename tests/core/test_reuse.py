@@ -2,6 +2,7 @@
 """Threads that share a drafter, and calls that fail: what is used again is as good as new."""
 
 import copy
+import sys
 import threading
 from contextlib import nullcontext
 
@@ -10,9 +11,11 @@ import torch
 from quick import one_in
 from tiny_models import hooks_of, new_target, prompt, tiny_drafter, tiny_target
 from transformers import DynamicCache, LogitsProcessor, StoppingCriteria
+from transformers.cache_utils import DynamicLayer
 from transformers.generation.streamers import BaseStreamer
 
 import hf_falcon
+from hf_falcon.core import caches
 from hf_falcon.cpu.packing import is_packed
 
 ADAPTIVE = {"num_assistant_tokens_schedule": "heuristic", "prompt_lookup_num_tokens": 8}
@@ -129,3 +132,32 @@ def test_what_a_failure_leaves(name, place, packed, monkeypatch, tmp_path):
         # Packed float32 weights round otherwise, so this text could be another one.
         assert generate(target, begun, assistant_model=drafter, **rest).tolist() == whole.tolist()
     assert generate(target, ids, assistant_model=drafter).tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("fails_at", [2, 3, 7, 8])
+def test_memory_that_runs_out_where_a_cache_grows(fails_at, monkeypatch):
+    """While the layers are taken over, and later; the caller's cache and a retry are as before."""
+    target, ids, cache = tiny_target("llama"), prompt(12), DynamicCache(config=tiny_target("llama").config)
+    drafter, whole = tiny_drafter(target), generate(target, ids)
+    generate(target, ids, assistant_model=drafter, max_new_tokens=1)
+    monkeypatch.setattr(caches, "_SPARE", 8)
+    stock, calls = torch.Tensor.new_empty, []
+
+    def short(self, *args, **kwargs):
+        if sys._getframe(1).f_code is caches.SlotBuffer.reserve.__code__:
+            calls.append(None)
+            if len(calls) == fails_at:
+                raise torch.OutOfMemoryError("too little")
+        return stock(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", short)
+        with pytest.raises(torch.OutOfMemoryError, match="too little"):
+            generate(target, ids, assistant_model=drafter, past_key_values=cache)
+    assert {type(layer) for layer in cache.layers} == {DynamicLayer}
+    done = cache.get_seq_length()
+    assert done > 0
+    known = whole[:, : done + 1]
+    left = whole.shape[1] - known.shape[1]
+    found = generate(target, known, assistant_model=drafter, past_key_values=cache, max_new_tokens=left)
+    assert found.tolist() == whole.tolist()

@@ -8,6 +8,7 @@ import simulated_device
 import torch
 from device_cases import CHAIN, MODES, Simulated, check
 from quick import one_in, quick
+from safetensors.torch import load_file, save_file
 from shrunken import tiny_model
 from tiny_models import (
     RECURRENT,
@@ -246,15 +247,26 @@ def test_by_name(tmp_path):
     hf_falcon.detach(target)
 
 
+def test_weights_that_are_missing(tmp_path):
+    tiny_target().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(
+        ValueError, match=r"lacks 1 weights of a LlamaForCausalLM \(such as model.layers.1.mlp.up_proj"
+    ):
+        AutoDrafter.from_pretrained(tmp_path)
+
+
 def test_pipelines(tmp_path):
     tiny_target().save_pretrained(tmp_path)
     tiny_tokenizer().save_pretrained(tmp_path)
     texts = []
-    for assistant in (None, str(tmp_path), CausalLMDrafter(tiny_target())):
+    for assistant in (None, str(tmp_path), tmp_path, CausalLMDrafter(tiny_target())):
         write = pipeline("text-generation", model=str(tmp_path), assistant_model=assistant, device="cpu")
         texts.append(write("abcdefghabcd", max_new_tokens=16, do_sample=False))
         assert getattr(write.assistant_model, "is_falcon_drafter", False) is (assistant is not None)
-    assert texts[0] == texts[1] == texts[2]
+    assert all(text == texts[0] for text in texts)
     write = pipeline(
         "text-generation", str(tmp_path), assistant_model=str(tmp_path), assistant_tokenizer=tiny_tokenizer()
     )

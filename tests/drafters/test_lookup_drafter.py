@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """Prompt lookup alone: the texts of plain decoding, for every target, from its memory or from the text itself."""
 
+import copy
 import threading
 
 import device_cases
@@ -341,3 +342,12 @@ def test_transformers_own_loop_gets_no_candidates():
     with torch.no_grad(), generator:
         target(ids)
         assert generator.get_candidates(ids)[0].tolist() == ids.tolist()
+
+
+def test_a_copy_has_a_memory_of_its_own():
+    drafter = LookupDrafter(memory=100)
+    drafter.add([5, 6, 7, 8])
+    other = copy.deepcopy(drafter)
+    assert len(other.lookup_memory) == 4
+    other.add([1, 2, 3, 4, 9])
+    assert len(drafter.lookup_memory) == 4 and len(other.lookup_memory) == 9

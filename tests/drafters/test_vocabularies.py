@@ -3,6 +3,9 @@
 
 import random
 import string
+import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_falcon import CausalLMDrafter
-from hf_falcon.drafters import vocabularies
+from hf_falcon.drafters import language_model, vocabularies
 from hf_falcon.drafters.vocabularies import OtherTokens, SameTokens, tokenizer_of, vocabulary_of
 
 FIXED = {**SAME_EVERY_ROUND, "assistant_confidence_threshold": 0.0}
@@ -145,12 +148,64 @@ def test_tokenizers_are_found_by_the_names_of_the_models(tmp_path):
         prompt(9), assistant_model=str(tmp_path / "draft"), max_new_tokens=12, do_sample=False, pad_token_id=0, **FIXED
     )
     assert found.tolist() == expected.tolist()
-    assert len(tokenizer_of(target)) == VOCAB and tokenizer_of(new_target()) is None
+    assert len(tokenizer_of(target)) == VOCAB and tokenizer_of(new_target()) == "it has no name"
+
+
+def test_threads_find_the_tokenizers_once(tmp_path, monkeypatch):
+    target, model = new_target(), new_target(vocab_size=VOCAB + 2)
+    target.name_or_path, model.name_or_path = "target", "draft"
+    found = {"target": tiny_tokenizer(), "draft": character_tokenizer("ab", "cd")}
+    asked = []
+
+    def load(name):
+        asked.append(name)
+        time.sleep(0.05)
+        return found[name]
+
+    monkeypatch.setattr(vocabularies.transformers, "AutoTokenizer", SimpleNamespace(from_pretrained=load))
+    drafter = CausalLMDrafter(model)
+    with ThreadPoolExecutor(3) as pool:
+        shared = list(pool.map(lambda _: drafter.vocabulary_of(target).size, range(3)))
+    assert shared == [VOCAB] * 3 and sorted(asked) == ["draft", "target"]
+
+
+def test_the_reason_why_there_is_no_tokenizer(monkeypatch):
+    target, model = new_target(), new_target(vocab_size=VOCAB + 2)
+    target.name_or_path = model.name_or_path = "private/model"
+
+    def refused(name):
+        raise OSError("401: log in\nfirst.")
+
+    monkeypatch.setattr(vocabularies.transformers, "AutoTokenizer", SimpleNamespace(from_pretrained=refused))
+    with pytest.raises(ValueError, match=r"for the target \(OSError: 401: log in first\) and the draft model \(OSErr"):
+        CausalLMDrafter(model).vocabulary_of(target)
+
+
+def test_added_tokens_that_are_text_are_read():
+    """Such as Gemma's line breaks."""
+    target = byte_tokenizer("h e", special=("<s>",))
+    target.add_tokens(["\n\n"])
+    text = "he\n\nhe<s>"
+    vocabulary = OtherTokens(target, MERGED, [(0, 0)])
+    _, tokens = vocabulary.translate().extend(target.encode(text))
+    assert target.encode("\n\n") == [len(target) - 1]
+    assert MERGED.decode(tokens) == text
+
+
+def test_given_tokenizers_are_compared_once(monkeypatch):
+    target, drafter = tiny_target(), CausalLMDrafter(new_target(vocab_size=VOCAB + 2))
+    compared, stock = [], language_model.vocabulary_of
+    monkeypatch.setattr(language_model, "vocabulary_of", lambda *args: compared.append(args) or stock(*args))
+    own = tiny_tokenizer()
+    for other in (character_tokenizer("ab", "cd"), character_tokenizer("ab", "ef")):
+        for _ in range(2):
+            drafter.vocabulary_of(target, own, other)
+    assert len(compared) == 2
 
 
 def test_what_cannot_be_matched():
     target, drafter = tiny_target(), CausalLMDrafter(new_target(vocab_size=VOCAB + 2))
-    message = "`vocab_size` is 66, but the target has 64.*no tokenizer was found for the target and the draft model"
+    message = "`vocab_size` is 66, but the target has 64.*no tokenizer was found for the target .*and the draft model"
     with pytest.raises(ValueError, match=message):
         target.generate(prompt(9), assistant_model=drafter)
     message = "no tokenizer was found for the draft model"

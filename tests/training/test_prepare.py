@@ -19,6 +19,7 @@ import pytest
 import torch
 from dialogues_to_prepare import EOS, PAD, TEMPLATE, dialogues, make_target, write_data
 from safetensors.torch import load
+from tiny_models import new_target
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -167,6 +168,15 @@ def test_killed_run_continues_to_the_same_bytes(
     assert len(generated) == batches_left
     assert Path(broken.output).read_bytes() == unbroken
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "out"]
+
+
+def test_a_target_that_computes_a_part_of_a_prompt_keeps_no_features(arguments, target):
+    """Gemma 4's layers that share keys and values."""
+    gemma = new_target("gemma4", num_kv_shared_layers=1)
+    with pytest.raises(
+        ValueError, match="`keep_features` is True, but some layers of the target compute only the last"
+    ):
+        prepare(arguments(keep_features=True), gemma, target[1])
 
 
 @pytest.mark.parametrize("layers", [[], [0]])

@@ -146,7 +146,7 @@ def _assisted(models: Models) -> dict[str, Any]:
     names = {}
     if len(sizes) > 1:
         tokenizers = [tokenizer_of(each) for each in (models.target, models.draft_model)]
-        if None in tokenizers:
+        if any(isinstance(each, str) for each in tokenizers):
             raise NotAvailable("the draft model has other tokens than the target, and no tokenizer was found for one")
         names = dict(zip(("tokenizer", "assistant_tokenizer"), tokenizers))
     return {"assistant_model": models.draft_model, **names}

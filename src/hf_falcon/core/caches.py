@@ -66,14 +66,17 @@ class SlotBuffer:
             self.blocks = [torch.stack((keys, values))] if together else [keys[None], values[None]]
         # One after the other: the old block is freed before the next one grows.
         self.parts = ()
-        for place, old in enumerate(self.blocks):
-            used = old.shape[3]
-            self.blocks[place] = new = old.new_empty(*old.shape[:3], size, old.shape[4])
-            new[..., :used, :] = old
-            # A slot that no row sees may not hold NaN. What a single row reads was written.
-            if self.is_static or old.shape[1] > 1:
-                new[..., used:, :] = 0
-        self._split()
+        try:
+            for place, old in enumerate(self.blocks):
+                used = old.shape[3]
+                self.blocks[place] = new = old.new_empty(*old.shape[:3], size, old.shape[4])
+                new[..., :used, :] = old
+                # A slot that no row sees may not hold NaN. What a single row reads was written.
+                if self.is_static or old.shape[1] > 1:
+                    new[..., used:, :] = 0
+        finally:
+            # Where memory is short the states are still there.
+            self._split()
 
     def seen(self, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `end` slots; of all, if they are static."""
@@ -241,11 +244,11 @@ class SlotLayer(DynamicLayer):
         self._end = length
         self._buffer = SlotBuffer(is_static)
         keys, values = layer.keys[:, :, :used], layer.values[:, :, :used]
-        if not isinstance(layer, StaticLayer):
-            layer.keys = layer.values = None
         self._buffer.reserve(used, (keys[:, :, :0], values[:, :, :0]))
         for part, states in zip(self._buffer.parts, (keys, values)):
             part[:, :, :used] = states
+        if not isinstance(layer, StaticLayer):
+            layer.keys = layer.values = None
 
     @property
     def keys(self) -> Tensor:

@@ -338,59 +338,59 @@ class BlockSession:
         """See [`DraftSession.condition`]."""
         return self._drafter.condition(states, self._head.embed(previous_token_ids))
 
-    @torch.autocast("cpu", enabled=False)  # Autocast breaks torch's LSTM without instructions for bfloat16.
     def commit(
         self, features: Tensor, next_token_ids: Tensor, first_position: int = 0, prompt_embeds: Tensor | None = None
     ) -> Tensor | None:
         """See [`DraftSession.commit`]. Of a prompt only the newest `prompt_positions` positions are read."""
-        if self._committed == 0:
-            unread = 0 if self._prompt_positions is None else max(0, features.shape[1] - self._prompt_positions)
-            features, next_token_ids = features[:, unread:], next_token_ids[:, -(features.shape[1] - unread) :]
-            self._first_position = first_position + unread
-        features, next_token_ids = features.to(self._device), to_device(next_token_ids, self._device)
-        next_embeds = self._head.embed(next_token_ids)
-        new, size = features.shape[1], self._block_size
-        if prompt_embeds is not None and (missing := new - next_embeds.shape[1]) > 0:
-            next_embeds = torch.cat((prompt_embeds[:, -missing:].to(next_embeds), next_embeds), dim=1)
-        fused, self._lstm_state = self._drafter.fuse(features, next_embeds, self._lstm_state)
-        rows = fused if self._tail is None else torch.cat((self._tail, fused), dim=1)
-        # The last known position must end a block. Only the first block of the context may be short.
-        needed = min(math.ceil(new / size) * size, rows.shape[1])
-        if needed < rows.shape[1]:
-            rows = rows[:, -needed:]
-        self._committed += new
-        self._cache.length = self._committed - needed
-        # Chunks of whole blocks, cut from the right like the blocks.
-        chunk = max(1, _PREFILL_ROWS // size) * size
-        edges = [0, *range(needed % chunk or min(chunk, needed), needed + 1, chunk)]
-        for start, end in itertools.pairwise(edges):
-            predicted = self._run_committed(rows[:, start:end])
-        self._tail = rows[:, -(size - 1) :] if size > 1 else rows[:, :0]
-        return predicted[:, -size:] if self._committed >= size else None
+        # Autocast breaks torch's LSTM without instructions for bfloat16. As a decorator all threads would share it.
+        with torch.autocast("cpu", enabled=False):
+            if self._committed == 0:
+                unread = 0 if self._prompt_positions is None else max(0, features.shape[1] - self._prompt_positions)
+                features, next_token_ids = features[:, unread:], next_token_ids[:, -(features.shape[1] - unread) :]
+                self._first_position = first_position + unread
+            features, next_token_ids = features.to(self._device), to_device(next_token_ids, self._device)
+            next_embeds = self._head.embed(next_token_ids)
+            new, size = features.shape[1], self._block_size
+            if prompt_embeds is not None and (missing := new - next_embeds.shape[1]) > 0:
+                next_embeds = torch.cat((prompt_embeds[:, -missing:].to(next_embeds), next_embeds), dim=1)
+            fused, self._lstm_state = self._drafter.fuse(features, next_embeds, self._lstm_state)
+            rows = fused if self._tail is None else torch.cat((self._tail, fused), dim=1)
+            # The last known position must end a block. Only the first block of the context may be short.
+            needed = min(math.ceil(new / size) * size, rows.shape[1])
+            if needed < rows.shape[1]:
+                rows = rows[:, -needed:]
+            self._committed += new
+            self._cache.length = self._committed - needed
+            # Chunks of whole blocks, cut from the right like the blocks.
+            chunk = max(1, _PREFILL_ROWS // size) * size
+            edges = [0, *range(needed % chunk or min(chunk, needed), needed + 1, chunk)]
+            for start, end in itertools.pairwise(edges):
+                predicted = self._run_committed(rows[:, start:end])
+            self._tail = rows[:, -(size - 1) :] if size > 1 else rows[:, :0]
+            return predicted[:, -size:] if self._committed >= size else None
 
     def rewind(self) -> None:
         """See [`DraftSession.rewind`]."""
         self._cache.length = self._committed
         self._block_lstm_state, self._lineage, self._depth = self._lstm_state, None, 0
 
-    @torch.autocast("cpu", enabled=False)
     def extend(self, drafted: DraftedBlocks) -> Tensor:
         """See [`DraftSession.extend`]. The states may also be features of the target, if they are as wide as these."""
-        size, width, state = self._block_size, drafted.blocks.shape[0], self._block_lstm_state
-        if state is not None:
-            state = (state[0][:, drafted.blocks], state[1][:, drafted.blocks])
-        embeds = self._head.embed(drafted.token_ids)
-        fused, self._block_lstm_state = self._drafter.fuse(drafted.states, embeds, state)
-        table = self._pass_table(width, fused.dtype)
-        lineage = table.mask
-        if self._lineage is not None:
-            lineage = torch.cat((self._lineage[drafted.blocks], lineage), dim=1)
-        self._lineage = lineage
-        mask = lineage if size == 1 else lineage[table.blocks]
-        predicted = self._run_layers(fused.reshape(1, width * size, -1), table, mask, self._committed + self._depth)
-        self._cache.advance(width * size)
-        self._depth += size
-        return predicted.view(width, size, -1)
+        with torch.autocast("cpu", enabled=False):
+            size, width, state = self._block_size, drafted.blocks.shape[0], self._block_lstm_state
+            if state is not None:
+                state = (state[0][:, drafted.blocks], state[1][:, drafted.blocks])
+            embeds = self._head.embed(drafted.token_ids)
+            fused, self._block_lstm_state = self._drafter.fuse(drafted.states, embeds, state)
+            table = self._pass_table(width, fused.dtype)
+            before, own = self._lineage, table.mask
+            self._lineage = lineage = own if before is None else torch.cat((before[drafted.blocks], own), dim=1)
+            mask = lineage if size == 1 else lineage[table.blocks]
+            rows, depth = fused.reshape(1, width * size, -1), self._committed + self._depth
+            predicted = self._run_layers(rows, table, mask, depth)
+            self._cache.advance(width * size)
+            self._depth += size
+            return predicted.view(width, size, -1)
 
     def _pass_table(self, width: int, dtype: torch.dtype) -> RowTable:
         """The table of a pass over `width` blocks. Its mask has one row for each block."""

@@ -383,7 +383,7 @@ class AdaptivePolicy(DraftPolicy):
         """See [`DraftPolicy.decide`]."""
         stats = self._stats
         if self._costs.plain_step_due and likely < _LIKELY:
-            return DraftDecision(draft=False, node_costs=torch.full((1,), 0.0))
+            return DraftDecision(draft=False, node_costs=torch.zeros(1, device="cpu"))
         self._read_costs()
         # Where what was looked up is right a pass adds nothing to it.
         gain = stats.pass_gain * (1.0 - likely)

@@ -211,6 +211,8 @@ class CausalLMDrafter(DraftModel):
         self.model, self.tokenizer = model.eval(), tokenizer
         # What it shares with each target, or why nothing is known of that.
         self._vocabularies: weakref.WeakKeyDictionary[PreTrainedModel, Vocabulary | str] = weakref.WeakKeyDictionary()
+        # The tokenizers that were given for each target, the target's first.
+        self._given: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, Any]] = weakref.WeakKeyDictionary()
         # Of the language model's options, those of drafting: its own temperature is no matter here.
         names = [field.name for field in fields(DraftOptions)]
         given = {name: getattr(model.generation_config, name, None) for name in names}
@@ -241,9 +243,15 @@ class CausalLMDrafter(DraftModel):
         """
         if unknown := kwargs.keys() - set(LOADING):
             raise TypeError(f"`from_pretrained` got {sorted(unknown)}: it takes `dtype`, {', '.join(LOADING)}.")
-        model = AutoModelForCausalLM.from_pretrained(
-            pretrained_model_name_or_path, dtype="auto" if dtype is None else dtype, use_safetensors=True, **kwargs
+        name, dtype = pretrained_model_name_or_path, "auto" if dtype is None else dtype
+        model, found = AutoModelForCausalLM.from_pretrained(
+            name, dtype=dtype, use_safetensors=True, output_loading_info=True, **kwargs
         )
+        if missing := sorted(found["missing_keys"]):
+            raise ValueError(
+                f"`{name}` lacks {len(missing)} weights of a {type(model).__name__} (such as {missing[0]}): download "
+                "it again, or give another language model."
+            )
         return cls(model.eval()).eval()
 
     def save_pretrained(self, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
@@ -290,13 +298,16 @@ class CausalLMDrafter(DraftModel):
         Raises:
             `ValueError`: see [`vocabularies.vocabulary_of`].
         """
-        known = self._vocabularies.get(target)
-        if known is None or assistant_tokenizer is not None or (tokenizer is not None and isinstance(known, str)):
+        known, given = self._vocabularies.get(target), self._given.get(target, (None, None))
+        is_other = tokenizer is not given[0] or assistant_tokenizer is not given[1]
+        if known is None or (
+            is_other and (assistant_tokenizer is not None or (tokenizer is not None and isinstance(known, str)))
+        ):
             try:
                 known = vocabulary_of(target, self.model, tokenizer, assistant_tokenizer or self.tokenizer)
             except ValueError as error:
                 known = str(error)
-            self._vocabularies[target] = known
+            self._vocabularies[target], self._given[target] = known, (tokenizer, assistant_tokenizer)
         if isinstance(known, str):
             raise ValueError(known)
         return known

@@ -7,6 +7,7 @@ intersection of both vocabularies of arXiv 2502.05202).
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Protocol
@@ -22,22 +23,24 @@ _SPACE = "Ġ"
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 # A part of a text is encoded as a whole until it has so many tokens; and places that are tried to divide it.
 _PART, _TRIES = 512, 32
-# The tokenizer of each model's checkpoint, or `None` where none was found.
-_tokenizers: weakref.WeakKeyDictionary[PreTrainedModel, PreTrainedTokenizerBase | None] = weakref.WeakKeyDictionary()
+# The tokenizer of each model's checkpoint, or why none was found.
+_tokenizers: weakref.WeakKeyDictionary[PreTrainedModel, PreTrainedTokenizerBase | str] = weakref.WeakKeyDictionary()
+_loading = threading.Lock()
 
 
-def tokenizer_of(model: PreTrainedModel) -> PreTrainedTokenizerBase | None:
-    """The tokenizer of the checkpoint that a model was loaded from, by its `name_or_path`; `None` without one."""
-    if model not in _tokenizers:
-        _tokenizers[model] = None
-        if model.name_or_path:
+def tokenizer_of(model: PreTrainedModel) -> PreTrainedTokenizerBase | str:
+    """The tokenizer of the checkpoint that a model was loaded from, by its `name_or_path`; or why there is none."""
+    # Of several threads one loads it.
+    with _loading:
+        if model not in _tokenizers:
             try:
                 # transformers imports it where it is first asked for.
-                _tokenizers[model] = transformers.AutoTokenizer.from_pretrained(model.name_or_path)
+                name = model.name_or_path
+                _tokenizers[model] = transformers.AutoTokenizer.from_pretrained(name) if name else "it has no name"
             # A checkpoint without a tokenizer, and one that is not there: libraries raise errors of many kinds.
-            except Exception:
-                pass
-    return _tokenizers[model]
+            except Exception as error:
+                _tokenizers[model] = " ".join(f"{type(error).__name__}: {error}".split())[:200].rstrip(".")
+        return _tokenizers[model]
 
 
 def vocab_size(model: PreTrainedModel) -> int:
@@ -96,15 +99,17 @@ def vocabulary_of(
     sizes = vocab_size(target), vocab_size(model)
     if sizes[0] == sizes[1] and (tokenizer is None or draft_tokenizer is None):
         return SameTokens(*sizes)
-    tokenizer, draft_tokenizer = tokenizer or tokenizer_of(target), draft_tokenizer or tokenizer_of(model)
-    if tokenizer is None or draft_tokenizer is None:
-        missing = [name for name, each in (("target", tokenizer), ("draft model", draft_tokenizer)) if each is None]
+    own = tokenizer or tokenizer_of(target)
+    other = draft_tokenizer or tokenizer_of(model)
+    if isinstance(own, str) or isinstance(other, str):
+        sides = (("target", own), ("draft model", other))
+        missing = [f"{name} ({each})" for name, each in sides if isinstance(each, str)]
         raise ValueError(
             f"The draft model's `vocab_size` is {sizes[1]}, but the target has {sizes[0]}: their tokens may differ, "
             f"and no tokenizer was found for the {' and the '.join(missing)}: give `tokenizer` (the target's) and "
             "`assistant_tokenizer` (the draft model's) to `generate`, or use a draft model with the target's tokens."
         )
-    known, drafted = _tokens(tokenizer, sizes[0]), _tokens(draft_tokenizer, sizes[1])
+    known, drafted = _tokens(own, sizes[0]), _tokens(other, sizes[1])
     if known == drafted:
         return SameTokens(*sizes)
     shared = sorted((known[text], drafted[text]) for text in known.keys() & drafted.keys())
@@ -113,7 +118,7 @@ def vocabulary_of(
             "The draft model's tokenizer and the target's have no token in common: use a draft model with the "
             "target's tokens."
         )
-    return OtherTokens(tokenizer, draft_tokenizer, shared)
+    return OtherTokens(own, other, shared)
 
 
 def _tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> dict[str, int]:
@@ -179,7 +184,9 @@ class OtherTokens:
         self.target_ids, self.draft_ids = torch.tensor(shared, device="cpu").unbind(dim=1)
         # Tokens that stand for no text, as the start of an answer. The draft model reads those that it knows.
         ids = dict(shared)
-        special = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()}
+        # Other added tokens are text, such as Gemma's line breaks.
+        added = tokenizer.added_tokens_decoder.items()
+        special = {*tokenizer.all_special_ids, *(token for token, each in added if each.special)}
         self.special = {token: ids.get(token) for token in special}
         # What the draft model expects before every text.
         self.start = self._encoded_start()
