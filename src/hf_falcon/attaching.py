@@ -210,7 +210,8 @@ def _check_options(drafter: Any, target: PreTrainedModel, settings: dict[str, An
     """
     names = [field.name for field in fields(DraftOptions)]
     given = {name: settings[name] for name in names if settings.get(name) is not None}
-    if given and all(hasattr(GenerationConfig(), name) for name in given):
+    plain = GenerationConfig()
+    if given and all(hasattr(plain, name) for name in given):
         own = {name: getattr(drafter.generation_config, name, None) for name in names}
         options = {name: value for name, value in {**own, **given}.items() if value is not None}
         limited_options(DraftOptions(**options), drafter, target)
