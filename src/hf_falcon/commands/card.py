@@ -14,7 +14,6 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from ..json_files import printable
-from ..training.token_file import write_atomically
 
 if TYPE_CHECKING:
     from ..core.configuration_falcon_draft import FalconDraftConfig
@@ -140,6 +139,9 @@ def write_card(config: FalconDraftConfig, folder: str | Path) -> bool:
     file = Path(folder, "README.md")
     if file.is_file() and MARK not in file.read_text(encoding="utf-8"):
         return False
+    # It imports torch, which reading a card does not need.
+    from ..training.token_file import write_atomically
+
     card = render_card(config, folder, Path(folder).resolve().name)
     write_atomically(file, str(card).encode())
     return True
