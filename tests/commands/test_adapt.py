@@ -104,16 +104,6 @@ def test_an_interrupted_run_resumes(workplace, tmp_path, monkeypatch, capsys):
         torch.testing.assert_close(found[name], tensor, msg=name)
 
 
-def test_more_epochs_are_not_complete_at_once(workplace, tmp_path, capsys):
-    DRAFTERS["falcon"]().save_pretrained(tmp_path / "old")
-    output = tmp_path / "new"
-    assert entry.main(words(workplace, tmp_path / "old", output, num_train_epochs=1)) == 0
-    capsys.readouterr()
-    assert entry.main(words(workplace, tmp_path / "old", output, num_train_epochs=9, max_minutes=1e-9)) == 0
-    assert "The training is not complete" in capsys.readouterr().out
-    assert "after" not in json.loads((output / "adapt.json").read_text())
-
-
 def test_refusals(workplace, tmp_path, capsys):
     DRAFTERS["falcon"]().save_pretrained(tmp_path / "old")
     assert entry.main(words(workplace, tmp_path / "old", tmp_path / "old")) == 1
@@ -124,7 +114,8 @@ def test_refusals(workplace, tmp_path, capsys):
     assert "missing.jsonl" in capsys.readouterr().err
 
 
-def test_another_drafter_is_not_continued(workplace, tmp_path, capsys):
+def test_what_continues_a_run(workplace, tmp_path, capsys):
+    """Not another drafter; and more epochs than before are not complete at once."""
     DRAFTERS["falcon"]().save_pretrained(tmp_path / "old")
     other = DRAFTERS["falcon"]()
     torch.nn.init.ones_(next(each for each in other.parameters() if each.dim() == 2))
@@ -133,3 +124,7 @@ def test_another_drafter_is_not_continued(workplace, tmp_path, capsys):
     assert entry.main(words(workplace, tmp_path / "old", tmp_path / "new", **given)) == 0
     assert entry.main(words(workplace, tmp_path / "other", tmp_path / "new", **given)) == 1
     assert "where another drafter is adapted" in capsys.readouterr().err
+    more = {"num_train_epochs": 9, "max_minutes": 1e-9}
+    assert entry.main(words(workplace, tmp_path / "old", tmp_path / "new", **more)) == 0
+    assert "The training is not complete" in capsys.readouterr().out
+    assert "after" not in json.loads((tmp_path / "new" / "adapt.json").read_text())
