@@ -86,8 +86,9 @@ def run_times(arguments: argparse.Namespace) -> None:
     """Times the target's forward by draft nodes, and the drafter's passes, in bfloat16."""
     device = torch.device(arguments.device)
     target, tokenizer = load_target(arguments.target, torch.bfloat16, device)
-    drafter = load_drafter(arguments.drafter, torch.bfloat16, device)
-    seconds = target_seconds(target, CONTEXT, MOST_NODES, SECONDS)
+    drafter = load_drafter(arguments.drafter, torch.bfloat16, device, target)
+    drafter.check_target(target)
+    seconds = target_seconds(target, CONTEXT, MOST_NODES, SECONDS, drafter.config.feature_layers)
     prompt = encode(tokenizer, [{"role": "user", "content": "Why is the sky blue?"}], device)
     text = target.generate(**prompt, max_new_tokens=arguments.max_new_tokens, do_sample=False)
     options = DraftOptions.from_generation_config(drafter.generation_config)

@@ -36,6 +36,8 @@ def main() -> None:
     source = arguments.drafter or ("lookup" if arguments.target else None)
     drafter = load_drafter(source, arguments.dtype, target.device, target)
     prompts = [turns[0] for file in arguments.data for turns in read_turns(file, arguments.limit)]
+    if max(arguments.rows) > len(prompts):
+        parser.error(f"--rows has {max(arguments.rows)}, and there are {len(prompts)} prompts: raise --limit")
     tokenizer.padding_side = "left"
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token

@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=4, help="equal tokens that are told apart, at most")
     arguments = parser.parse_args()
     target, _ = load_target(arguments.target, arguments.dtype, "cpu")
-    drafter = load_drafter(arguments.drafter, arguments.dtype)
+    drafter = load_drafter(arguments.drafter, arguments.dtype, target.device)
     data, samples = TokenFile.load(arguments.data), []
     kept = kept_features([arguments.data], [data], target)
     for index in range(arguments.first, min(arguments.first + arguments.samples, len(data))):

@@ -29,6 +29,7 @@ from hf_falcon.bench.busy import busy_processes
 from hf_falcon.bench.prompts import read_turns
 from hf_falcon.bench.tables import aligned
 from hf_falcon.commands.models import encode, load_drafter, load_target
+from hf_falcon.core.modeling_falcon_draft import FalconDraftNetwork
 
 # Plain decoding, and a drafter that predicts nothing.
 PLAIN, RANDOM = "plain", "random"
@@ -87,15 +88,15 @@ def main() -> None:
 
 
 def load_drafters(arguments, target):
-    """By name. `None` is plain decoding; `random` has the sizes of the first drafter."""
+    """By name. `None` is plain decoding; `random` has the sizes of the first Falcon drafter."""
     folders = {} if arguments.target else {"default": None}
     folders |= {name: folder for name, _, folder in (word.partition("=") for word in arguments.drafters)}
     drafters = {name: load_drafter(each, arguments.dtype, target.device, target) for name, each in folders.items()}
     for drafter in drafters.values():
         drafter.check_target(target)
     found = {PLAIN: None, "lookup": "lookup", **drafters}
-    if drafters:
-        first = next(iter(drafters.values()))
+    first = next((each for each in drafters.values() if isinstance(each, FalconDraftNetwork)), None)
+    if first is not None:
         torch.manual_seed(0)
         found[RANDOM] = type(first)(first.config).to(target.dtype).eval()
     return found

@@ -2,9 +2,7 @@
 """Pipelines with a drafter write what they write without one."""
 
 import importlib
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -140,22 +138,6 @@ def test_it_does_not_matter_what_is_imported_first(monkeypatch, first):
     found = module.load_assistant_model
     assert hasattr(found, "_is_falcon_hook") and not hasattr(found.__wrapped__, "_is_falcon_hook")
     assert all(type(finder).__module__ != "hf_falcon.pipelines" for finder in sys.meta_path)
-
-
-SOURCE = Path(hf_falcon.__file__).parent.parent
-
-
-def test_a_search_for_the_module_does_not_use_up_the_import_hook():
-    code = (
-        "import importlib.util, pathlib, sys, transformers, hf_falcon; name = 'transformers.pipelines.base'; "
-        "path = [str(pathlib.Path(transformers.__file__).parent / 'pipelines')]; "
-        # A search that imports no parent package, and one that does.
-        "found = [each.find_spec(name, path) for each in list(sys.meta_path)]; assert any(found); "
-        "assert name not in sys.modules; assert importlib.util.find_spec(name) is not None; "
-        "from transformers.pipelines import base; assert hasattr(base.load_assistant_model, '_is_falcon_hook'); "
-        "assert not any(type(each).__module__ == 'hf_falcon.pipelines' for each in sys.meta_path)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env={"PYTHONPATH": str(SOURCE)})
 
 
 @pytest.mark.parametrize("where", ["call", "construction"])

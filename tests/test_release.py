@@ -142,7 +142,10 @@ def test_wheel_and_source_distribution(tmp_path):
     assert {"README.md", "CHANGELOG.md", "LICENSE", "Makefile", "constraints.txt", "CITATION.cff"} <= found
     for folder in ("examples", "tests"):
         assert {file.relative_to(ROOT).as_posix() for file in (ROOT / folder).rglob("*.py")} <= found
-    assert {name for name in found if name.startswith("hub_cards")} == {"hub_cards/model_card.md.jinja"}
+    # The documents' and the workflows' tests read these.
+    cards = [file for file in (ROOT / "hub_cards").rglob("*") if file.suffix in (".md", ".json", ".jinja")]
+    assert {name for name in found if name.startswith("hub_cards")} == {str(each.relative_to(ROOT)) for each in cards}
+    assert {".ci/run", ".github/workflows/ci.yml", ".github/SECURITY.md", ".pre-commit-config.yaml"} <= found
     assert not any(name.endswith((".safetensors", ".pyc")) for name in found)
     again, _ = build(unpacked, tmp_path / "again")
     assert again.read_bytes() == wheel.read_bytes()

@@ -98,6 +98,9 @@ def attach(
     drafter.check_target(target)
     if compile:
         check_background_build(target)
+    earlier = attached_drafter(target)
+    if earlier is not None and earlier is not drafter and (learner := learner_of(earlier)) is not None:
+        learner.close()
     if learn is not False:
         start_learning(drafter, target, learn)
     _attached[target] = drafter

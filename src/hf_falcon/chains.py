@@ -189,10 +189,13 @@ class ChainRun:
             return self.cache
         # A round that broke off.
         self._rewind.undo()
-        if self.deferred and (self._generation_config.return_dict_in_generate or is_user_defined(self.cache)):
-            self._forward(self._tokens, self.deferred)
-            self._rewind.keep(self.deferred, self.deferred)
-        self._rewind.finish()
+        try:
+            # Without sequences nobody gets the cache, or a forward may have failed.
+            if self.deferred and sequences is not None:
+                self._forward(self._tokens, self.deferred)
+                self._rewind.keep(self.deferred, self.deferred)
+        finally:
+            self._rewind.finish()
         return self.cache
 
     @staticmethod

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, GenerationConfig, LogitsProcessor, PreTrainedModel
+from transformers import AttentionInterface, GenerationConfig, HfArgumentParser, LogitsProcessor, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .core.hook import private_name
@@ -51,6 +51,21 @@ def attention_function(name: str | None) -> Any:
     found = ALL_ATTENTION_FUNCTIONS.get(name)
     is_ours = str(getattr(found, "__module__", "")).partition(".")[0] == __name__.partition(".")[0]
     return sdpa_attention_forward if is_ours else found
+
+
+def experts_implementation(config: Any) -> str | None:
+    """
+    How a mixture of experts multiplies; `None` if the target has none, or this version of transformers only one way.
+    """
+    return getattr(config, "_experts_implementation", None)
+
+
+def add_field(parser: Any, field: Any) -> None:
+    """
+    Adds a field of a data class to a parser as [`~transformers.HfArgumentParser`] does, which has no public method for
+    a single one. If transformers has none of this name, the commands that train end in an error that says so.
+    """
+    private_name(HfArgumentParser, "_parse_dataclass_field", "read the arguments of Trainer")(parser, field)
 
 
 def leave_past_recording(layer: Any) -> None:

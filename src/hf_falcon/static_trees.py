@@ -22,7 +22,7 @@ Path = tuple[int, ...]
 
 def install() -> None:
     """Makes drafting take static trees."""
-    register_part("static_tree", static_tree_of)
+    register_part("static", static_tree_of)
 
 
 def static_tree_of(

@@ -46,3 +46,10 @@ def test_memory_of_a_drafter_whose_file_names_no_layers():
     drafter, target = AutoDrafter.from_pretrained(REFERENCES / "eagle3_original"), reference_target("eagle3_original")
     assert drafter.config.eagle_aux_hidden_state_layer_ids is None
     assert drafter_bytes(drafter, target, 20) > weight_bytes(drafter)
+
+
+def test_memory_of_a_drafter_that_no_call_has_used_yet(tmp_path):
+    """The layers that most published EAGLE-3 drafters read follow from the target."""
+    target = tiny_target()
+    drafter = new_eagle3(target, eagle_aux_hidden_state_layer_ids=None)
+    assert drafter_bytes(drafter, target, 300) > weight_bytes(drafter)

@@ -2,11 +2,15 @@
 """`hf-falcon adapt`: it continues the training of any drafter on another target's own responses, and resumes."""
 
 import json
+import shutil
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from tiny_models import new_target, tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from hf_falcon import AutoDrafter
 from hf_falcon.checkpoint_files import weights_fingerprint
@@ -72,6 +76,15 @@ def test_a_drafter_is_adapted(workplace, tmp_path, capsys, method):
     assert torch.equal(found, expected)
 
 
+@pytest.fixture(scope="module")
+def finished(workplace, tmp_path_factory):
+    """The folder of a drafter, `old`, and what became of it in one epoch, `new`."""
+    folder = tmp_path_factory.mktemp("finished")
+    DRAFTERS["falcon"]().save_pretrained(folder / "old")
+    assert entry.main(words(workplace, folder / "old", folder / "new", num_train_epochs=1)) == 0
+    return folder
+
+
 class Interrupts(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         control.should_save = True
@@ -79,24 +92,33 @@ class Interrupts(TrainerCallback):
             raise KeyboardInterrupt
 
 
-def test_an_interrupted_run_resumes(workplace, tmp_path, monkeypatch, capsys):
-    DRAFTERS["falcon"]().save_pretrained(tmp_path / "old")
-    whole, pieces = tmp_path / "whole", tmp_path / "pieces"
-    assert entry.main(words(workplace, tmp_path / "old", whole, num_train_epochs=1)) == 0
-    make, measured = command._trainer, []
+class CountsSteps(TrainerCallback):
+    def __init__(self):
+        self.steps = 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.steps += 1
+
+
+def test_an_interrupted_run_resumes(workplace, finished, tmp_path, monkeypatch):
+    old, whole, pieces = finished / "old", finished / "new", tmp_path / "pieces"
+    make, measured, counts = command._trainer, [], CountsSteps()
     tau = command.decoded_tau
 
-    def interrupted(*args):
+    def with_callback(*args, callback):
         trainer = make(*args)
-        trainer.add_callback(Interrupts())
+        trainer.add_callback(callback)
         trainer.args.save_steps = 1
         return trainer
 
-    monkeypatch.setattr(command, "_trainer", interrupted)
+    monkeypatch.setattr(command, "_trainer", partial(with_callback, callback=Interrupts()))
     monkeypatch.setattr(command, "decoded_tau", lambda *args: measured.append(None) or tau(*args))
-    assert entry.main(words(workplace, tmp_path / "old", pieces, num_train_epochs=1)) == 130
-    monkeypatch.setattr(command, "_trainer", make)
-    assert entry.main(words(workplace, tmp_path / "old", pieces, num_train_epochs=1)) == 0
+    assert entry.main(words(workplace, old, pieces, num_train_epochs=1)) == 130
+    assert Path(get_last_checkpoint(pieces)).name == "checkpoint-1"
+    monkeypatch.setattr(command, "_trainer", partial(with_callback, callback=counts))
+    assert entry.main(words(workplace, old, pieces, num_train_epochs=1)) == 0
+    total = json.loads((whole / "trainer_state.json").read_text())["global_step"]
+    assert counts.steps == total - 1
     # Before the training once, although there were two runs; and after it.
     assert len(measured) == 2
     found, expected = (AutoDrafter.from_pretrained(each).state_dict() for each in (pieces, whole))
@@ -114,15 +136,13 @@ def test_refusals(workplace, tmp_path, capsys):
     assert "missing.jsonl" in capsys.readouterr().err
 
 
-def test_what_continues_a_run(workplace, tmp_path, capsys):
+def test_what_continues_a_run(workplace, finished, tmp_path, capsys):
     """Not another drafter; and more epochs than before are not complete at once."""
-    DRAFTERS["falcon"]().save_pretrained(tmp_path / "old")
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     other = DRAFTERS["falcon"]()
     torch.nn.init.ones_(next(each for each in other.parameters() if each.dim() == 2))
     other.save_pretrained(tmp_path / "other")
-    given = {"num_train_epochs": 1}
-    assert entry.main(words(workplace, tmp_path / "old", tmp_path / "new", **given)) == 0
-    assert entry.main(words(workplace, tmp_path / "other", tmp_path / "new", **given)) == 1
+    assert entry.main(words(workplace, tmp_path / "other", tmp_path / "new", num_train_epochs=1)) == 1
     assert "where another drafter is adapted" in capsys.readouterr().err
     more = {"num_train_epochs": 9, "max_minutes": 1e-9}
     assert entry.main(words(workplace, tmp_path / "old", tmp_path / "new", **more)) == 0

@@ -143,8 +143,10 @@ def test_a_body_that_does_not_arrive(hurried, address):
 
 def test_more_connections_than_are_served(address, monkeypatch):
     host, port = address.split(":")
-    waiting = [socket.create_connection((host, int(port))) for _ in range(request_limits.CONNECTIONS)]
+    waiting = [socket.create_connection((host, int(port))) for _ in range(request_limits.CONNECTIONS - 1)]
     try:
+        assert post(address, BODY)[0] == 200
+        waiting.append(socket.create_connection((host, int(port))))
         assert post(address, BODY)[0] == 503
     finally:
         for each in waiting:
@@ -175,6 +177,7 @@ def test_a_body_of_another_type(address):
     assert status == 415 and "send JSON" in message(answer)
 
 
+IMAGE = [{"type": "text", "text": "what?"}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
 DEEP = json.loads("[" * 25 + "]" * 25)
 
 
@@ -209,6 +212,7 @@ DEEP = json.loads("[" * 25 + "]" * 25)
         ({"generation_config": '{"repetition_penalty": 0}'}, "`repetition_penalty` of `generation_config` is 0"),
         ({"generation_config": '{"temperature": -1}'}, "`temperature` of `generation_config` is -1"),
         ({"generation_config": '{"eos_token_id": "x"}'}, "`eos_token_id` of `generation_config` is 'x'"),
+        ({"generation_config": '{"eos_token_id": []}'}, "`eos_token_id` of `generation_config` is []"),
         ({"generation_config": '{"do_sample": 1}'}, "`do_sample` of `generation_config` is 1; give true or false."),
         ({"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "`chat_template_kwargs` is {'chat_template':"),
         ({"chat_template_kwargs": {"tokenize": False}}, "`chat_template_kwargs` is {'tokenize': False}"),
@@ -217,6 +221,10 @@ DEEP = json.loads("[" * 25 + "]" * 25)
         ({"messages": [{"role": "user", "content": DEEP}]}, "TypeError"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [DEEP]}]}, "AttributeError"),
         ({"messages": [{"content": "a"}]}, "KeyError: 'role'"),
+        (
+            {"messages": [{"role": "user", "content": IMAGE}]},
+            "a part of type 'image_url': this server takes texts only",
+        ),
     ],
     ids=lambda value: str(value)[:40],
 )
@@ -252,6 +260,11 @@ def test_settings_of_the_template_and_of_the_answer(address):
     status, answer = post(address, {**BODY, "generation_config": '{"temperature": 0, "do_sample": true}'})
     assert status == 200 and "error" not in answer
     assert post(address, {**BODY, "chat_template_kwargs": None})[0] == 200
+    for stream in (False, True):
+        status, answer = post(address, {**BODY, "stream": stream, "stop": []})
+        assert status == 200 and "error" not in answer
+    parts = [{"type": "text", "text": "abc"}]
+    assert post(address, {**BODY, "messages": [{"role": "user", "content": parts}]})[0] == 200
 
 
 def test_biases_of_completions(address):

@@ -111,11 +111,35 @@ def test_a_command_finds_the_drafters_installed(tmp_path, program):
     assert (result.returncode, result.stdout) == (3, "ran a b\n"), result.stderr
 
 
+IMPORTED = """
+import importlib.util, pathlib, sys
+import hf_falcon
+import transformers
+assert hasattr(transformers.GenerationMixin._assisted_decoding, "_is_falcon_hook")
+# The methods are imported when they are asked for.
+found = {name.rpartition(".")[2] for name in sys.modules if "hf_falcon.drafters" in name}
+assert found == {
+    "drafters", "auto", "checkpoints", "falcon_files", "files", "lookup_drafter", "target_sizes", "language_model",
+    "language_model_runs", "methods", "mtp", "stored_tensors", "vocabularies",
+}, found
+assert not any(name.startswith("transformers.models.llama.modeling") for name in sys.modules)
+# Pipelines are waited for, not imported.
+assert "transformers.pipelines" not in sys.modules
+name, path = "transformers.pipelines.base", [str(pathlib.Path(transformers.__file__).parent / "pipelines")]
+# A search does not use the hook up: one that imports no parent package, and one that does.
+assert any([each.find_spec(name, path) for each in list(sys.meta_path)]) and name not in sys.modules
+assert importlib.util.find_spec(name) is not None
+from transformers.pipelines import base
+assert hasattr(base.load_assistant_model, "_is_falcon_hook")
+assert not any(type(each).__module__ == "hf_falcon.pipelines" for each in sys.meta_path)
+print("as expected")
+"""
+
+
 def test_elsewhere_an_import_installs_the_drafters(tmp_path):
-    code = "import hf_falcon, transformers; print(transformers.GenerationMixin._assisted_decoding._is_falcon_hook)"
     # Words of another program that look like the command line's.
-    result = run(tmp_path, "-c", code, "-m", "hf_falcon")
-    assert result.returncode == 0 and result.stdout == "True\n", result.stderr
+    result = run(tmp_path, "-c", IMPORTED, "-m", "hf_falcon")
+    assert result.returncode == 0 and result.stdout == "as expected\n", result.stderr
     with pytest.raises(AttributeError, match="no attribute 'Falcon'"):
         hf_falcon.Falcon  # noqa: B018
 

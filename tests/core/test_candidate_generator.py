@@ -6,12 +6,13 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from tiny_models import EXTRAS, HIDDEN, new_drafter, random_tokens
+from tiny_models import EXTRAS, HIDDEN, new_drafter, prompt, random_tokens, tiny_drafter
 from utilities import close
 
 from hf_falcon import DraftOptions, FalconCandidateGenerator
-from hf_falcon.core import draft_session
+from hf_falcon.core import candidate_generator, draft_session
 from hf_falcon.core import drafter as drafter_module
+from hf_falcon.core.policy import AcceptanceStats, DraftDecision, DraftPolicy
 from hf_falcon.training.features import target_features
 
 SHAPES = [(k, layers) for k in (1, 2, 3, 4) for layers in (0, 1, 2)]
@@ -314,3 +315,24 @@ def test_positions_after_padding_count_from_zero(target):
 def test_layers_that_the_target_lacks(target):
     with pytest.raises(ValueError, match=r"`feature_layers` is \[2\], but LlamaForCausalLM has 2 decoder layers"):
         FalconCandidateGenerator(new_drafter(target, feature_layers=[2]), target)
+
+
+def test_what_waits_for_a_first_commit_is_not_copied_in_every_round(target, monkeypatch):
+    """While drafting is paused; and it does not grow without end."""
+    monkeypatch.setattr(candidate_generator, "_MOST_UNCOMMITTED", 16)
+    drafter = tiny_drafter(target)
+    generator = FalconCandidateGenerator(drafter, target)
+
+    class Paused(DraftPolicy):
+        def decide(self, likely=0.0):
+            return DraftDecision(draft=False)
+
+    policy = Paused(DraftOptions(), AcceptanceStats())
+    width, ids = target.config.hidden_size, prompt(20)
+    generator.start(torch.zeros(1, 19, width), 0, 0, policy)
+    pieces = []
+    for _ in range(40):
+        generator.draft(ids, 4)
+        pieces.append(len(generator._uncommitted))
+        generator._uncommitted.append(torch.zeros(1, 1, width))
+    assert max(pieces) > 10 and sum(each.shape[1] for each in generator._uncommitted) <= 2 * 16 + 1

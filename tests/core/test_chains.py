@@ -142,7 +142,7 @@ class Broken(Exception):
     pass
 
 
-@pytest.mark.parametrize("place", ["streamer", "target"])
+@pytest.mark.parametrize("place", ["streamer", "target", "every forward"])
 @pytest.mark.parametrize("model_type", ["qwen3_next", "lfm2", "gpt_neo"])
 def test_a_round_that_breaks_off(model_type, place, model_of, monkeypatch):
     """The user's cache then holds a beginning of the text, from which plain decoding goes on."""
@@ -150,17 +150,19 @@ def test_a_round_that_breaks_off(model_type, place, model_of, monkeypatch):
     expected = generate(target, prompt()).sequences
     use_oracle(monkeypatch, expected, accuracy=0.6)
     cache, drafter = DynamicCache(config=target.config.get_text_config(decoder=True)), drafter_of(target)
-    # The target is probed before, so that the call runs its own text only.
-    generate(target, prompt(), assistant_model=drafter, past_key_values=copy.deepcopy(cache), max_new_tokens=1)
-    left = [9 if place == "target" else 17]
+    left = [10**9]
 
     def count(*_):
         left[0] -= 1
-        if left[0] == 0:
+        if left[0] == 0 or (left[0] < 0 and place == "every forward"):
             raise Broken
 
     handle, streamer = None, None
-    if place == "target":
+    kinds = None
+    if place == "every forward":
+        kinds = [type(layer) for layer in cache.layers]
+        handle = target.register_forward_pre_hook(count)
+    elif place == "target":
         # In the middle of a forward: some layers have run.
         handle = (
             target.get_decoder().layers[-1].register_forward_pre_hook(count)
@@ -169,10 +171,14 @@ def test_a_round_that_breaks_off(model_type, place, model_of, monkeypatch):
         )
     else:
         streamer = type("Streamer", (), {"put": count, "end": lambda self: None})()
+    # The target is probed before, so that the call runs its own text only.
+    generate(target, prompt(), assistant_model=drafter, past_key_values=copy.deepcopy(cache), max_new_tokens=1)
+    left[0] = 17 if place == "streamer" else 9
     with pytest.raises(Broken):
         generate(target, prompt(), past_key_values=cache, assistant_model=drafter, streamer=streamer)
     if handle is not None:
         handle.remove()
+    assert kinds is None or [type(layer) for layer in cache.layers[: len(kinds)]] == kinds
     known = cache.get_seq_length()
     assert PROMPT_LENGTH <= known < expected.shape[1]
     again = generate(target, expected[:, : known + 1], past_key_values=cache, max_new_tokens=8)

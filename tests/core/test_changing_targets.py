@@ -108,7 +108,7 @@ def test_compiled_rounds(change, with_drafter, monkeypatch):
     target = new_target("llama")
     # Trees of eight tokens, with their roots.
     drafter, backend = drafter_of(target), Backend()
-    hf_falcon.compile_rounds(target, (1, 4, 8), compiled_by(backend), drafter=drafter if with_drafter else None)
+    hf_falcon.compile_rounds(target, (8,), compiled_by(backend), drafter=drafter if with_drafter else None)
     ran = backend.ran
     assert generate(target, drafter) == generate(target) and backend.ran > ran and 8 in backend.rows
     for _ in range(2):
@@ -117,12 +117,10 @@ def test_compiled_rounds(change, with_drafter, monkeypatch):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_row_invariant(change, dtype):
-    if change is step and dtype != torch.float32:
-        pytest.skip("the step is the same in any dtype")
-    target = new_target("llama").to(dtype)
-    drafter = copy.deepcopy(tiny_drafter(target)).to(dtype)
+def test_row_invariant(change):
+    """In bfloat16: in float32 it changes nothing."""
+    target = new_target("llama").to(torch.bfloat16)
+    drafter = copy.deepcopy(tiny_drafter(target)).to(torch.bfloat16)
     with hf_falcon.row_invariant(target):
         for _ in range(3):
             assert generate(target, drafter) == generate(target)

@@ -3,14 +3,18 @@
 
 import sys
 import threading
+import time
 
 import pytest
+import torch
 from oracle import FreeDrafting
 from tiny_models import TARGETS, prompt, tiny_drafter, tiny_target
 
 from hf_falcon import cost_files
 from hf_falcon.core import costs
 from hf_falcon.core.costs import CostKey, Costs
+from hf_falcon.core.draft_session import TargetHead
+from hf_falcon.core.target_run import TargetRun
 from hf_falcon.verdicts import verdict_of_prompt
 
 
@@ -174,8 +178,9 @@ def test_nothing_runs_and_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
     target, forwards = TARGETS["llama"](), []
     drafter = tiny_drafter(target, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=6)
-    verdict_of_prompt(target, prompt(5))
     target.register_forward_pre_hook(lambda *_: forwards.append(1))
+    verdict_of_prompt(target, prompt(5))
+    forwards.clear()
     options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
     found = target.generate(prompt(5), assistant_model=drafter, **options)
     assert len(forwards) == found.draft_statistics.rounds + 1 and not list(tmp_path.iterdir())
@@ -227,3 +232,60 @@ def test_threads_share_costs():
     finally:
         sys.setswitchinterval(interval)
     assert not errors
+
+
+def test_a_size_that_looked_dear_is_timed_again():
+    """Where no tree runs any more, nothing else would tell that the first one was interrupted."""
+    found = timed({0: 1.0, 15: 1.4}, (8, 20.0))
+    dear, version = found.target(7)[7], found.version
+    for _ in range(300):
+        found.observe_target(1, 1.0)
+    assert dear > 3.0 and found.target(7)[7] < 1.4 and found.version > version
+
+
+def test_one_forward_of_a_batch_is_one_timing(monkeypatch):
+    seen = []
+
+    class Recorded(FreeDrafting):
+        def observe_target(self, nodes, seconds):
+            seen.append(nodes)
+
+    monkeypatch.setattr("hf_falcon.core.costs.Costs", Recorded)
+    target = TARGETS["llama"]()
+    drafter = tiny_drafter(target, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=6)
+    ids = torch.cat([prompt(9, seed=row) for row in range(3)])
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    # What the probe runs is no round.
+    target.generate(ids, assistant_model=drafter, **options)
+    seen.clear()
+    forwards = []
+
+    def score(self, *args, stock=TargetRun.score):
+        forwards.append(1)
+        return stock(self, *args)
+
+    monkeypatch.setattr(TargetRun, "score", score)
+    target.generate(ids, assistant_model=drafter, **options)
+    # The last forward may be of a row that can draft nothing any more.
+    assert len(forwards) - 1 <= len(seen) <= len(forwards) and len(seen) > 2
+
+
+def test_the_first_block_is_timed_with_the_commit(monkeypatch):
+    """A round may have no further pass, and drafts all the same."""
+    seen, took = [], 0.02
+
+    class Recorded(FreeDrafting):
+        def observe_drafting(self, commit_seconds, pass_seconds, passes):
+            seen.append((commit_seconds, passes))
+
+    def logits(self, states, stock=TargetHead.logits):
+        time.sleep(took)
+        return stock(self, states)
+
+    monkeypatch.setattr("hf_falcon.core.costs.Costs", Recorded)
+    monkeypatch.setattr(TargetHead, "logits", logits)
+    target = TARGETS["llama"]()
+    drafter = tiny_drafter(target, num_assistant_tokens_schedule="heuristic", num_draft_passes=1)
+    target.generate(prompt(9), assistant_model=drafter, max_new_tokens=12, do_sample=False)
+    commits = [seconds for seconds, passes in seen if passes == 0 and seconds is not None]
+    assert len(commits) > 2 and min(commits) >= took

@@ -10,7 +10,7 @@ from oracle import use_oracle
 from tiny_models import prompt, tiny_drafter, tiny_target
 
 from hf_falcon import DraftStatistics
-from hf_falcon.core.draft_statistics import NearTies
+from hf_falcon.near_ties import NearTies
 
 NEW_TOKENS = 30
 DICT = {"return_dict_in_generate": True}

@@ -1,9 +1,9 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """The hook: what it catches, what it leaves alone, and the candidate generator in transformers' own loop."""
 
+import functools
 import importlib
 import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from quick import one_in
-from tiny_models import TARGETS, hooks_of, prompt, tiny_drafter, tiny_target
+from tiny_models import TARGETS, hooks_of, new_target, prompt, tiny_drafter, tiny_target
 from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM
 
 import hf_falcon
@@ -31,17 +31,6 @@ def is_hooked() -> bool:
 
 def has_statistics(output) -> bool:
     return getattr(output, "draft_statistics", None) is not None
-
-
-def test_import_is_enough():
-    code = (
-        "import sys, hf_falcon; from transformers import GenerationMixin; "
-        "assert hasattr(GenerationMixin._assisted_decoding, '_is_falcon_hook'); "
-        # Pipelines are waited for, not imported.
-        "assert 'transformers.pipelines' not in sys.modules; from transformers.pipelines import base; "
-        "assert hasattr(base.load_assistant_model, '_is_falcon_hook')"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env={"PYTHONPATH": str(PACKAGE.parent)})
 
 
 @pytest.mark.parametrize("do_sample", [False, True])
@@ -87,6 +76,28 @@ def test_disable_and_enable():
     output = generate(target, ids, assistant_model=drafter, return_dict_in_generate=True)
     assert has_statistics(output)
     assert output.sequences.tolist() == generate(target, ids).tolist()
+
+
+def test_disable_beneath_another_wrapper(monkeypatch):
+    """A wrapper that is put over ours copies its attributes, as `functools.wraps` does. It stays, and ours is off."""
+    target, ids, calls = new_target("llama"), prompt(12), []
+    hf_falcon.attach(target, tiny_drafter(target))
+    ours = GenerationMixin.generate
+
+    @functools.wraps(ours)
+    def timed(*args, **kwargs):
+        calls.append(1)
+        return ours(*args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "generate", timed)
+    assert has_statistics(generate(target, ids, return_dict_in_generate=True))
+    hf_falcon.disable()
+    assert GenerationMixin.generate is timed
+    assert not has_statistics(generate(target, ids, return_dict_in_generate=True))
+    hf_falcon.enable()
+    assert GenerationMixin.generate is timed
+    assert has_statistics(generate(target, ids, return_dict_in_generate=True))
+    assert len(calls) == 3
 
 
 @pytest.fixture

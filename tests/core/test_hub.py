@@ -236,6 +236,14 @@ refused(TypeError, "target.generate", drafter.generate, ids)
 # Several copies of the code (the file of custom generation loads one of its own) wrap once.
 assert GenerationMixin._assisted_decoding.__wrapped__ is stock and not hasattr(stock, "__wrapped__")
 
+# A target that takes no tree: chains are the package's.
+from transformers import BloomConfig, BloomForCausalLM
+bloom = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4)).eval()
+greedy = dict(do_sample=False, max_new_tokens=8, pad_token_id=0)
+assert bloom.generate(ids, assistant_model=drafter, **greedy).tolist() == bloom.generate(ids, **greedy).tolist()
+static = dict(assistant_model=drafter, draft_tree="static")
+refused(ValueError, "`draft_tree` is 'static'", target.generate, ids, **static, **greedy)
+
 drafter.save_pretrained("again")
 check(assistant_model=AutoModel.from_pretrained("again", trust_remote_code=True))
 """

@@ -383,3 +383,45 @@ def test_a_short_answer_is_written_without_the_drafter_where_its_pass_over_the_p
     output = target.generate(ids, **options, return_dict_in_generate=True)
     assert output.sequences.tolist() == expected.tolist()
     assert (acceptance_stats_of(drafter, target).drafted_rounds > 0) is reads
+
+
+def test_reading_a_text_for_a_probe_is_paid_by_later_calls():
+    """In the same call it is no reason not to probe: it was read."""
+    stats = AcceptanceStats()
+    policy = adaptive(stats)
+    assert policy.decide().draft
+    time = RoundTime(reading=40.0, drafting=0.0, passes=0, target=1.0)
+    tree = single_node(torch.zeros(1, dtype=torch.long))
+    policy.update(RoundOutcome(policy.decide(), tree, torch.arange(1), 0, time=time))
+    assert policy.decide().draft and not adaptive(stats).decide().draft
+    # A hundredth of the time.
+    assert 3000 < sum(run_rounds(adaptive(stats), 1, 0, 0.05) == 0 for _ in range(5000))
+
+
+def test_a_drafter_that_overflows_once():
+    stats = AcceptanceStats()
+    stats.drafted_rounds = 1
+    policy, tree = adaptive(stats), single_node(torch.zeros(1, dtype=torch.long))
+    before = stats.pass_gain
+    checks = [PassCheck(0.8, 0.5), PassCheck(0.4, 0.7), PassCheck(math.nan, math.nan)]
+    time = RoundTime(commit=0.1, drafting=0.1, passes=2, target=1.0)
+    policy.update(RoundOutcome(policy.decide(), tree, torch.arange(1), 0, checks=checks, time=time))
+    assert before != stats.pass_gain < 1.0 and stats.continuations == [0.8, 0.4]
+    assert policy.decide().pass_threshold < math.inf
+
+
+def test_an_interrupted_first_tree_does_not_end_drafting():
+    """The policy itself chooses what is timed: with such costs no tree runs, and only plain steps are timed."""
+    stats = AcceptanceStats()
+    stats.drafted_rounds = 1
+    costs = Costs({0: 1.0, 8: 1.2})
+    policy = AdaptivePolicy(DraftOptions(num_assistant_tokens=8), stats, costs, block_size=1)
+    costs.observe_target(1, 1.0)
+    costs.observe_target(3, 60.0)
+    probs = torch.tensor([0.8, 0.5, 0.3]).log()
+    assert policy.decide().size(probs) == 0
+    for _ in range(300):
+        time = RoundTime(commit=0.05, drafting=0.0, passes=0, target=1.0)
+        tree = single_node(torch.zeros(1, dtype=torch.long))
+        policy.update(RoundOutcome(policy.decide(), tree, torch.arange(1), 0, time=time))
+    assert policy.decide().size(probs) > 0

@@ -86,7 +86,9 @@ def test_a_calibrated_drafter_is_fast_at_once():
     assert first_answers("wrong", calibration, MACHINES["CPU"]) > 0.85
 
 
-@pytest.mark.parametrize("drafter, least", [("strong", 1.08), ("fair", 1.08), ("wrong", 0.96)])
+@pytest.mark.parametrize(
+    "drafter, least", [("strong", 1.08), pytest.param("fair", 1.08, marks=pytest.mark.slow), ("wrong", 0.96)]
+)
 def test_a_machine_that_is_busy_at_times(drafter, least):
     """The curve changes its shape every 400 tokens: drafting pauses soon, and comes back."""
     found = ratio_of(

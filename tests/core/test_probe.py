@@ -1,7 +1,6 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """The probe: what a target takes as it stands, tried once, and rules for what shows later only."""
 
-import copy
 import itertools
 from functools import partial, wraps
 
@@ -9,7 +8,7 @@ import pytest
 import torch
 from shrunken import VOCAB as SHRUNKEN_VOCAB
 from shrunken import tiny_model
-from tiny_models import new_target, prompt, random_tokens, tiny_drafter, tiny_target
+from tiny_models import new_drafter, new_target, prompt, random_tokens, tiny_drafter, tiny_target
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, distribute_tensor
 from transformers import DynamicCache, LlamaConfig, MixtralConfig, MixtralForCausalLM
@@ -18,7 +17,7 @@ import hf_falcon
 from hf_falcon.checkpoint_files import weights_fingerprint
 from hf_falcon.core import probe
 from hf_falcon.core.probe import CHAINS, PLAIN, TREES
-from hf_falcon.core.target_parts import depth_boundaries, depth_left
+from hf_falcon.core.target_parts import FeatureTap, depth_boundaries, depth_left
 from hf_falcon.verdicts import verdict_of_prompt
 
 
@@ -129,19 +128,53 @@ def test_few_forwards_once(forwards):
     assert len(forwards) < 2 * 10
 
 
-def test_later_calls_walk_over_no_modules(monkeypatch):
-    target = new_target("llama", num_hidden_layers=4)
-    check(target, prompt(9), drafts=True)
-    verdict_of_prompt(target, prompt(9))
+@pytest.mark.parametrize("how", ["hook", "pre-hook", "forward"])
+def test_what_acts_on_single_tokens_only_is_seen_in_later_calls(how):
+    """As libraries steer a model: by a hook, or a forward of its own, of any module."""
+    target = new_target("llama", num_hidden_layers=3)
+    drafter, module = tiny_drafter(target), target.model.layers[1].mlp
 
-    def without_an_end(*args, stock, **kwargs):
-        yield from stock(*args, **kwargs)
-        raise AssertionError("walked over all modules")
+    def steered(hidden):
+        return hidden + 3.0 if hidden.shape[1] == 1 else hidden
 
-    for module in (target, target.model):
-        monkeypatch.setattr(module, "named_modules", partial(without_an_end, stock=module.named_modules))
-    verdict_of_prompt(target, prompt(9))
-    check(target, prompt(9), drafts=True)
+    check(target, prompt(9), True, drafter)
+    if how == "hook":
+        remove = module.register_forward_hook(lambda _, inputs, output: steered(output)).remove
+    elif how == "pre-hook":
+        remove = module.register_forward_pre_hook(lambda _, inputs: (steered(inputs[0]),)).remove
+    else:
+        stock = module.forward
+        module.forward, remove = lambda hidden: steered(stock(hidden)), lambda: delattr(module, "forward")
+    check(target, prompt(9), False, drafter)
+    remove()
+    check(target, prompt(9), True, drafter)
+
+
+def test_our_own_hooks_are_no_change(forwards, monkeypatch):
+    """Nor transformers' own, which stay after a call that asked for hidden states."""
+    target = new_target("llama")
+    drafter = new_drafter(target, feature_layers=[0])
+    check(target, prompt(9), True, drafter)
+    monkeypatch.setattr(probe, "_try_ways", None)
+    with FeatureTap(target, [0]):
+        check(target, prompt(9), True, drafter, output_hidden_states=True)
+    check(target, prompt(9), True, drafter)
+
+
+def test_an_activated_adapter(warnings_given):
+    """PEFT's aLoRA adapts the last tokens of each forward, of which a hook for the call says how many."""
+    target = new_target("llama")
+    check(target, prompt(9), True)
+    layer = target.model.layers[0].mlp
+
+    def note(module, inputs, alora_offsets):
+        module.offsets = alora_offsets
+
+    handle = layer.register_forward_pre_hook(partial(note, alora_offsets=[9]))
+    layer.register_forward_hook(lambda module, _, output: output * (torch.arange(output.shape[1])[:, None] % 2 + 1))
+    check(target, prompt(9), False)
+    assert "aLoRA" in warnings_given()[0]
+    handle.remove()
 
 
 class Forgetful(nn.Module):
@@ -254,19 +287,20 @@ def test_a_target_is_freed():
 # Experts.
 
 
-@pytest.mark.parametrize("rows", [1, 2])
-def test_a_router_whose_loss_is_asked_for(rows):
+@pytest.mark.parametrize("rows, is_argument", [(1, False), (2, False), (1, True), (2, True)])
+def test_a_router_whose_loss_is_asked_for(rows, is_argument):
     """Its loss reads the mask of a tree as one of padding."""
     torch.manual_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "vocab_size": 64, "num_local_experts": 4, "initializer_range": 0.2}
-    config = MixtralConfig(**sizes, sliding_window=None, output_router_logits=True, pad_token_id=0, eos_token_id=None)
-    target = MixtralForCausalLM(config).eval()
-    expected = generate(target, random_tokens(rows, 9))
-    found = generate(target, random_tokens(rows, 9), assistant_model=tiny_drafter(target))
+    sizes |= {"output_router_logits": not is_argument, "pad_token_id": 0, "eos_token_id": None}
+    target = MixtralForCausalLM(MixtralConfig(**sizes, sliding_window=None)).eval()
+    argument = {"output_router_logits": True} if is_argument else {}
+    expected = generate(target, random_tokens(rows, 9), **argument)
+    found = generate(target, random_tokens(rows, 9), assistant_model=tiny_drafter(target), **argument)
     assert found.sequences.tolist() == expected.sequences.tolist()
     assert rows > 1 or found.draft_statistics.accepted_tokens > 0
-    assert target.config.output_router_logits
+    assert target.config.output_router_logits is not is_argument
 
 
 # Tables of positions.
@@ -296,16 +330,6 @@ def test_depth_left():
 
 
 # Compiled, spread and resized targets.
-
-
-def test_layers_compiled_one_by_one():
-    """Without a call before: their code is compiled anew for a tree."""
-    target = copy.deepcopy(tiny_target("llama"))
-    expected = generate(target, prompt(9), max_new_tokens=4).sequences
-    for layer in target.model.layers:
-        layer.compile(backend="eager")
-    found = generate(target, prompt(9), max_new_tokens=4, assistant_model=tiny_drafter(tiny_target("llama")))
-    assert found.sequences.tolist() == expected.tolist()
 
 
 def test_weights_that_are_spread(warnings_given):

@@ -2,26 +2,29 @@
 """Targets that are quantised, spread over devices, compiled, tied, padded: drafted for, or a reason why not."""
 
 import copy
+from dataclasses import dataclass
 
 import pytest
 import torch
 from quick import quick
 from tiny_models import VOCAB, new_drafter, new_target, prompt, tiny_drafter, tiny_target
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers.generation import GenerateDecoderOnlyOutput
 
 NEW_TOKENS = 24
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
 
 
 def check(target, drafts=True, drafter=None):
+    """First with the drafter: where layers are compiled, they are compiled for a tree before any plain step."""
     drafter = drafter or tiny_drafter(tiny_target("llama"))
     for do_sample in (False, True):
         outputs = []
-        for assistant in ({}, {"assistant_model": drafter}):
+        for assistant in ({"assistant_model": drafter}, {}):
             torch.manual_seed(0)
             kwargs = {"max_new_tokens": NEW_TOKENS, "do_sample": do_sample, "return_dict_in_generate": True}
             outputs.append(target.generate(prompt(9), **kwargs, **assistant))
-        expected, found = outputs
+        found, expected = outputs
         assert found.sequences.tolist() == expected.sequences.tolist()
         assert (found.draft_statistics is not None) == drafts
         assert not drafts or found.draft_statistics.drafted_tokens > 0
@@ -110,3 +113,25 @@ def test_layers_that_share_keys_and_values(layers):
     """Gemma 4's compute only the last token of a prompt."""
     target = new_target("gemma4", num_kv_shared_layers=1)
     check(target, drafter=new_drafter(target, feature_layers=layers))
+
+
+def test_a_target_that_returns_more_than_others(warnings_given):
+    """As targets that write speech, which have a decoding loop of their own."""
+
+    @dataclass
+    class WithSpeech(GenerateDecoderOnlyOutput):
+        audio: torch.Tensor | None = None
+
+    class Speaks(LlamaForCausalLM):
+        def _sample(self, *args, **kwargs):
+            return WithSpeech(**super()._sample(*args, **kwargs), audio=torch.ones(3))
+
+    target = new_target("llama")
+    drafter = tiny_drafter(target)
+    target.__class__ = Speaks
+    found = [
+        target.generate(prompt(9), **each, max_new_tokens=8, do_sample=False, return_dict_in_generate=True)
+        for each in ({}, {"assistant_model": drafter})
+    ]
+    assert [type(each) for each in found] == [WithSpeech] * 2 and warnings_given()
+    assert found[0].sequences.tolist() == found[1].sequences.tolist() and found[1].audio.sum() == 3

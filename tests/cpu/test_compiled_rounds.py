@@ -28,6 +28,8 @@ from hf_falcon.cpu.kept_programs import Shelf
 from hf_falcon.cpu.packing import is_packed
 
 SIZES = (1, 4, 8)
+# That of the trees of `drafter_of`, for tests which are about something else.
+ONE = (8,)
 # How many kinds of layers targets have, which share no code. Others have one.
 KINDS = {"gemma4": 2 if CACHE_NAME == "past_key_values" else 3, "cohere2": 2, "modernbert": 2}
 # Of the quick run, with whether the decoder is compiled as a whole: both ways, and layers of one kind and of two.
@@ -119,7 +121,7 @@ def test_the_cache_is_plain_decodings(target, backend):
     tokens, drafter = prompt(9), drafter_of(target)
     caches = DynamicCache(config=target.config), DynamicCache(config=target.config)
     generate(target, tokens, past_key_values=caches[0])
-    with hf_falcon.compiled_rounds(target, SIZES, compiled_by(backend)):
+    with hf_falcon.compiled_rounds(target, ONE, compiled_by(backend)):
         generate(target, tokens, drafter, past_key_values=caches[1])
     for expected, found in zip(caches[0].layers, caches[1].layers):
         assert type(found) is type(expected)
@@ -130,7 +132,7 @@ def test_the_cache_is_plain_decodings(target, backend):
 def test_nothing_is_left_behind(target, backend):
     tokens, drafter = prompt(9), drafter_of(target)
     before = [set(vars(module)) for module in target.modules()]
-    with hf_falcon.compiled_rounds(target, SIZES, compiled_by(backend)):
+    with hf_falcon.compiled_rounds(target, ONE, compiled_by(backend)):
         generate(target, tokens, drafter)
         assert [set(vars(module)) for module in target.modules()] == before
     ran = backend.ran
@@ -220,7 +222,7 @@ def test_what_was_not_compiled_for_runs_as_it_is(target, backend):
 
 def test_hooks_are_called(target, backend):
     tokens, drafter, rows = prompt(9), drafter_of(target), []
-    hf_falcon.compile_rounds(target, SIZES, compiled_by(backend))
+    hf_falcon.compile_rounds(target, ONE, compiled_by(backend))
     ran = backend.ran
     handle = target.model.layers[0].register_forward_hook(lambda module, inputs, output: rows.append(len(output[0])))
     assert generate(target, tokens, drafter) == generate(target, tokens)
@@ -238,7 +240,7 @@ def test_outputs_of_layers(target, backend, name, first):
     options = {"max_new_tokens": 6, "do_sample": False, "return_dict_in_generate": True, f"output_{name}": True}
     if first == "outputs":
         target.generate(tokens, **options)
-    hf_falcon.compile_rounds(target, SIZES, compiled_by(backend))
+    hf_falcon.compile_rounds(target, ONE, compiled_by(backend))
     ran = backend.ran
     found = target.generate(tokens, assistant_model=drafter, **options)[name]
     torch.testing.assert_close(found, target.generate(tokens, **options)[name])
@@ -249,12 +251,12 @@ def test_outputs_of_layers(target, backend, name, first):
 
 def test_drafters_that_read_layers_have_uncompiled_rounds(target, backend):
     tokens, drafter = prompt(9), tiny_drafter(target, extra="layers")
-    hf_falcon.compile_rounds(target, SIZES, compiled_by(backend))
+    hf_falcon.compile_rounds(target, ONE, compiled_by(backend))
     ran = backend.ran
     assert generate(target, tokens, drafter) == generate(target, tokens)
     assert backend.ran == ran
     arguments = target, tokens, target.generation_config, {CACHE_NAME: None}
-    assert TargetRun(*arguments).acceleration.sizes == SIZES and TargetRun(*arguments, [0]).acceleration.sizes == ()
+    assert TargetRun(*arguments).acceleration.sizes == ONE and TargetRun(*arguments, [0]).acceleration.sizes == ()
 
 
 @pytest.mark.slow
@@ -272,7 +274,7 @@ def test_models_that_are_loaded_later_change_nothing(target, backend, request):
 def test_other_threads_run_what_is_not_compiled(target, backend):
     tokens, found = prompt(9), []
     expected = target(tokens).logits
-    hf_falcon.compile_rounds(target, SIZES, compiled_by(backend))
+    hf_falcon.compile_rounds(target, ONE, compiled_by(backend))
     run = compiling._run(target, 20)
     ran = backend.ran
     with compiled_rounds_of(target).round(run.cache, [torch.zeros(1, 1, 4, 24)]):
@@ -287,7 +289,7 @@ def test_other_threads_run_what_is_not_compiled(target, backend):
 
 
 def test_threads_share_it(target, backend):
-    hf_falcon.compile_rounds(target, SIZES, compiled_by(backend))
+    hf_falcon.compile_rounds(target, ONE, compiled_by(backend))
     texts = {}
 
     def write(seed):
@@ -305,7 +307,7 @@ def test_threads_share_it(target, backend):
 
 def test_batches_run_as_they_are(target, backend):
     tokens, drafter = torch.cat([prompt(9, seed) for seed in range(2)]), drafter_of(target)
-    hf_falcon.compile_rounds(target, SIZES, compiled_by(backend))
+    hf_falcon.compile_rounds(target, ONE, compiled_by(backend))
     ran = backend.ran
     assert generate(target, tokens, drafter) == generate(target, tokens)
     assert backend.ran == ran
@@ -313,7 +315,7 @@ def test_batches_run_as_they_are(target, backend):
 
 def test_a_failure_in_a_round_leaves_the_rest(target, backend, monkeypatch):
     tokens, drafter = prompt(9), drafter_of(target)
-    hf_falcon.compile_rounds(target, SIZES, compiled_by(backend))
+    hf_falcon.compile_rounds(target, ONE, compiled_by(backend))
     cache, rounds = DynamicCache(config=target.config), compiled_rounds_of(target)
     forward, left = rounds._forward, [3]
 
@@ -368,13 +370,13 @@ def test_sizes_that_are_none(target, sizes):
 def test_a_layer_with_another_forward(target, backend):
     """As adapters and offloading give it."""
     tokens, drafter, layer = prompt(9), drafter_of(target), target.model.layers[1]
-    hf_falcon.compile_rounds(target, SIZES, compiled_by(backend))
+    hf_falcon.compile_rounds(target, ONE, compiled_by(backend))
     ran, original = backend.ran, layer.forward
     layer.forward = lambda *args, **kwargs: original(*args, **kwargs) * 0.9
     assert generate(target, tokens, drafter) == generate(target, tokens)
     assert backend.ran == ran
     with pytest.raises(ValueError, match="its layers have hooks, or forwards of their own"):
-        hf_falcon.compile_rounds(target, SIZES, compiled_by(backend))
+        hf_falcon.compile_rounds(target, ONE, compiled_by(backend))
 
 
 def test_targets_that_cannot_be_compiled(target, monkeypatch):

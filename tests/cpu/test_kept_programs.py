@@ -204,7 +204,7 @@ def test_arguments_that_are_no_tensors_are_compared():
 def test_without_a_program_the_function_runs(shelf):
     code = BuiltCode(lambda module, value: module(value), shelf, "linear")
     linear, value = nn.Linear(2, 3), torch.ones(1, 2)
-    assert torch.equal(code(linear, value), linear(value)) and not code.load([linear])
+    assert torch.equal(code(linear, value), linear(value)) and not code.load({linear: kind_of(linear)})
 
 
 def test_a_target_of_which_nothing_is_kept_is_not_looked_up_again(tmp_path, monkeypatch):
@@ -452,3 +452,26 @@ assert [each() for each in models] == [None, None]
 def test_passes_end_with_a_call_or_with_their_models(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
     run_script(_FREED)
+
+
+def test_states_of_attention_and_of_keys(monkeypatch):
+    """What `to_dict` leaves out; and a configuration that has no order."""
+    target = new_target("llama")
+    names = {shelf_of(target).name}
+    target.config._attn_implementation = "eager"
+    names.add(shelf_of(target).name)
+    target.config._experts_implementation = "eager"
+    names.add(shelf_of(target).name)
+    target.config.labels = {1: "a", "b": 2}
+    names.add(shelf_of(target).name)
+    assert len(names) == 4
+
+
+def test_kept_code_that_was_never_faster_is_not_loaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
+    target = new_target("llama")
+    shelf = shelf_of(target)
+    shelf.offer()
+    shelf.take_note("rounds", {"1": False, "8": False})
+    monkeypatch.setattr(kept_rounds, "CompiledRounds", pytest.fail)
+    assert kept_rounds.rounds_for(target) is None

@@ -226,16 +226,6 @@ def test_a_saved_drafter_can_be_changed_and_pushed(saved, tmp_path):
         AutoDrafter.from_pretrained(tmp_path)
 
 
-def test_methods_are_imported_when_they_are_asked_for():
-    code = "import sys, hf_falcon; found = [name for name in sys.modules if 'hf_falcon.drafters' in name]; "
-    code += "assert {name.rpartition('.')[2] for name in found} == "
-    code += "{'drafters', 'auto', 'checkpoints', 'falcon_files', 'files', 'lookup_drafter', 'target_sizes', "
-    code += "'language_model', 'language_model_runs', 'methods', 'mtp', 'stored_tensors', 'vocabularies'}, found; "
-    code += "assert not any(name.startswith('transformers.models.llama.modeling') for name in sys.modules)"
-    environment = {"PYTHONPATH": PACKAGES, "PATH": os.environ["PATH"]}
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=environment)
-
-
 FROM_HUB = """
 import sys, torch, hf_falcon
 from transformers import AutoModelForCausalLM

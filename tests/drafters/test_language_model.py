@@ -342,3 +342,16 @@ def test_a_draft_model_in_training_mode_draws_nothing():
         torch.manual_seed(0)
         texts.append(target.generate(ids, do_sample=True, top_k=0, max_new_tokens=20, **more).tolist())
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    "name, field", [("gpt2", "n_positions"), ("gpt-neo", "max_position_embeddings"), ("opt", None)]
+)
+def test_a_text_longer_than_the_draft_models_table(name, field):
+    """Nothing is drafted behind it; the target may have a longer one."""
+    target = tiny_target("llama")
+    drafter = CausalLMDrafter(new_target(name, **{field or "max_position_embeddings": 100}))
+    for length in (12, 120):
+        found = generate(target, prompt(length), drafter, max_new_tokens=60, **SCHEDULES["constant"])
+        assert found.sequences.tolist() == generate(target, prompt(length), max_new_tokens=60).tolist()
+        assert (found.draft_statistics.drafted_tokens > 0) == (length == 12)

@@ -214,3 +214,21 @@ def test_what_cannot_be_matched():
     foreign = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"?!": 0}, unk_token="?!")))
     with pytest.raises(ValueError, match="no token in common"):
         target.generate(prompt(9), assistant_model=drafter, tokenizer=tiny_tokenizer(), assistant_tokenizer=foreign)
+
+
+def test_a_text_without_spaces_is_not_searched_again_for_every_token(monkeypatch):
+    monkeypatch.setattr(vocabularies, "_PART", 24)
+    vocabulary, decoded = OtherTokens(PLAIN, MERGED, [(0, 0)]), []
+
+    def decode(token_ids, stock=vocabulary.decode):
+        decoded.append(len(token_ids))
+        return stock(token_ids)
+
+    vocabulary.decode = decode
+    translation, found = vocabulary.translate(), []
+    for token in PLAIN.encode("abcloheé" * 20):
+        kept, tokens = translation.extend([token])
+        found[kept:] = tokens
+    assert found == MERGED.encode("abcloheé" * 20)
+    # Two for each token, and some hundreds of searches for a place where the part may be divided.
+    assert len(decoded) < 1000

@@ -887,3 +887,29 @@ def test_a_new_learner_in_the_middle_of_a_call_begins_with_what_was_learnt():
     assert all(torch.equal(later._student.start[name], each) for name, each in found._drafting.items())
     assert all(torch.equal(dict(drafter.named_parameters())[name], each) for name, each in found._drafting.items())
     hf_falcon.detach(target)
+
+
+def test_what_was_learnt_is_saved_after_the_models_are_gone(tmp_path):
+    """As when a script's function has returned: the end of the process saves."""
+    target, drafter = pair()
+    hf_falcon.attach(target, drafter, learn=LearningOptions(folder=tmp_path, **FAST))
+    for seed in range(12):
+        target.generate(prompt(8, seed=seed), **CALL)
+    learner_of(drafter).learn(4)
+    alive = weakref.ref(drafter)
+    del target, drafter
+    gc.collect()
+    assert not (tmp_path / "learner.safetensors").is_file()
+    learner_module._close_all()
+    assert (tmp_path / "learner.safetensors").is_file()
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_drafter_that_is_replaced_saves_what_it_has_learnt(tmp_path):
+    target, drafter = pair()
+    hf_falcon.attach(target, drafter, learn=LearningOptions(folder=tmp_path, **FAST))
+    target.generate(prompt(8), **CALL)
+    hf_falcon.attach(target, new_drafter(target))
+    assert learner_of(drafter) is None and (tmp_path / "learner.safetensors").is_file()
+    hf_falcon.detach(target)

@@ -20,7 +20,8 @@ It has no kernels of its own, so it says nothing about time. Its random numbers 
 
 import collections
 import contextlib
-import traceback
+import linecache
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -75,8 +76,12 @@ class Counts:
 
     def sync(self, what: str) -> None:
         if not self._paused:
-            ours = [frame for frame in traceback.extract_stack() if "hf_falcon" in frame.filename]
-            self.syncs[what, f"{ours[-1].name}: {ours[-1].line}" if ours else ""] += 1
+            # Not `traceback.extract_stack`, which reads the source of the whole stack each time.
+            frame = sys._getframe()
+            while frame is not None and "hf_falcon" not in frame.f_code.co_filename:
+                frame = frame.f_back
+            line = frame and linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
+            self.syncs[what, f"{frame.f_code.co_name}: {line}" if frame else ""] += 1
 
     @contextlib.contextmanager
     def leave_out(self, module: nn.Module) -> Iterator[None]:

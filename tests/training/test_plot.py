@@ -28,4 +28,4 @@ def test_no_plot_without_matplotlib(target, tmp_path, monkeypatch, caplog):
     run = trainer(target, tmp_path, TrainingPlot(), max_steps=2)
     run.train()
     (warning,) = [r.getMessage() for r in caplog.records if r.name == "hf_falcon.training.plot"]
-    assert "pip install hf-falcon[train]" in warning and not (tmp_path / "training.png").exists()
+    assert "pip install 'hf-falcon[train]'" in warning and not (tmp_path / "training.png").exists()

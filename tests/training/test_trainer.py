@@ -203,7 +203,7 @@ def die_at(monkeypatch, event):
     return events
 
 
-@pytest.mark.parametrize("stride", [10, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stride", [20, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_run_that_dies_while_it_saves(target, unbroken, tmp_path, monkeypatch, stride):
     complete = sorted(os.listdir(unbroken[0] / "checkpoint-10"))
     deaths, last = 0, 0
@@ -349,6 +349,42 @@ def test_a_state_that_is_not_written_whole(target, tmp_path, monkeypatch):
 def test_numbers_out_of_range(tmp_path, name, value):
     with pytest.raises(ValueError, match=f"`{name}` is {value}: give "):
         FalconTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "name, value, part",
+    [
+        ("push_to_hub", True, "hf-falcon push"),
+        ("label_smoothing_factor", 0.1, "no such term"),
+        ("neftune_noise_alpha", 5.0, "no such term"),
+    ],
+)
+def test_what_trainer_could_not_do(tmp_path, name, value, part):
+    with pytest.raises(ValueError, match=f"`{name}` is {value}.*{part}"):
+        FalconTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **{name: value})
+
+
+def test_held_out_samples_are_never_dropped(target, tmp_path):
+    run = trainer(target, tmp_path, dataloader_drop_last=True, per_device_eval_batch_size=16)
+    found = run.evaluate()
+    assert found["eval_loss"] > 0 and len(run.get_eval_dataloader()) == 1
+
+
+def test_sums_of_a_run_that_logs_nothing(target, tmp_path):
+    """They hold no graph, and do not grow."""
+    run = trainer(target, tmp_path, max_steps=4, logging_strategy="no", save_strategy="no")
+    run.train()
+    assert len(run._sums._sums) == 3 and not any(each.requires_grad for each in run._sums._sums)
+
+
+def test_the_time_limit_saves_also_where_only_the_best_is_saved(target, tmp_path):
+    options = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "best", "metric_for_best_model": "loss"}
+    run = trainer(target, tmp_path, max_minutes=0.0, **options)
+    # Worse with every step.
+    values, take = iter(range(100)), run.evaluate
+    run.evaluate = lambda *args, **kwargs: {**take(*args, **kwargs), "eval_loss": float(next(values))}
+    run.train()
+    assert get_last_checkpoint(tmp_path) is not None
 
 
 def test_evaluation(target, tmp_path):

@@ -19,8 +19,10 @@ from transformers import PreTrainedModel
 
 from ..checkpoint_files import embedding_fingerprint, weights_fingerprint
 from ..core.candidate_generator import FalconCandidateGenerator
+from ..core.costs import CostKey
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
+from ..core.interfaces import target_acceleration
 from ..core.modeling_falcon_draft import FalconDraftNetwork
 from ..core.policy import acceptance_stats_of
 from ..core.probe import CHAINS, PLAIN
@@ -647,9 +649,12 @@ def check_cost(case: Case) -> Finding | None:
         return None
     prompts = case.all_prompts[:_PROMPTS_OF_COST]
     found = case.decode(prompts, "measuring costs", num_assistant_tokens_schedule="heuristic")
-    stats = acceptance_stats_of(case.drafter, case.target)
+    acceleration = target_acceleration(case.target, reads_layers=bool(case.drafter.config.feature_layers))
+    # The statistics of all context lengths are the same.
+    key = CostKey.of(case.target, 0, options.num_assistant_tokens, 1, acceleration.is_packed, acceleration.sizes)
+    stats = acceptance_stats_of(case.drafter, case.target).under(key)
     cost = stats.rate * stats.cost
-    if found.rounds == 0 or stats.accepted_tokens > cost:
+    if found.rounds == 0 or stats.drafted_rounds == 0 or stats.accepted_tokens > cost:
         return None
     return Finding(
         "cost",

@@ -60,7 +60,9 @@ def _from_hub(name: str) -> list[list[str]]:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise OSError(f"`data` {name!r} needs the package `datasets`. Run `pip install hf-falcon[bench]`.") from error
+        raise OSError(
+            f"`data` {name!r} needs the package `datasets`. Run `pip install 'hf-falcon[bench]'`."
+        ) from error
     repository, configuration, split, column = HUB_DATA[name]
     try:
         values = load_dataset(repository, configuration, split=split)[column]

@@ -7,6 +7,7 @@ import io
 import math
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,7 +118,8 @@ def tune(
     acceleration = target_acceleration(target, reads_layers=bool(drafter.config.feature_layers))
     nodes = options.num_assistant_tokens
     cost_key = CostKey.of(target, context, nodes, 1, acceleration.is_packed, acceleration.sizes)
-    measured = target_seconds(target, context, nodes, seconds)
+    layers = drafter.config.feature_layers
+    measured = target_seconds(target, context, nodes, seconds, layers)
     save(target, cost_key, measured)
     known = acceptance_stats_of(drafter, target)
     # Tokens of prompt lookup would take nodes from the drafter's tree, which is measured here.
@@ -132,15 +134,19 @@ def tune(
     expected, commit, draft_pass = drafting(drafter, target, texts, options)
     gains = speedups(expected, Costs(measured).target(nodes), commit / measured[0], draft_pass / measured[0])
     found = Tuning(cost_key, measured, commit, draft_pass, expected, gains, calibration, {})
-    found.seconds_by_threads = seconds_by_threads(target, context, max(1, found.nodes), _PART * seconds)
+    found.seconds_by_threads = seconds_by_threads(target, context, max(1, found.nodes), _PART * seconds, layers)
     return found
 
 
 @dataclass(frozen=True)
 class _AllPasses(DraftDecision):
-    """Drafts all passes, and notes after each the expected accepted tokens of the best 0, 1, 2, ... nodes."""
+    """
+    Drafts all passes, and notes after each the expected accepted tokens of the best 0, 1, 2, ... nodes. A lap of
+    `watch` ends with the first.
+    """
 
     nodes: int = 0
+    watch: Stopwatch | None = None
     expected: list[Tensor] = field(default_factory=list)
 
     def check_pass(self, branches: Branches, log_probs: Tensor) -> PassCheck:
@@ -152,6 +158,8 @@ class _AllPasses(DraftDecision):
         return 0
 
     def _note(self, log_probs: Tensor) -> None:
+        if self.watch is not None and not self.expected:
+            self.watch.lap()
         tokens = torch.zeros(self.nodes + 1, device=log_probs.device)
         tokens[1 : 1 + log_probs.shape[0]] = log_probs.exp()
         self.expected.append(tokens.cumsum(dim=0).cpu())
@@ -160,24 +168,42 @@ class _AllPasses(DraftDecision):
 class _Recorder(DraftPolicy):
     """Has every round draft all passes, and keeps what it expected."""
 
-    def __init__(self, options: DraftOptions):
+    def __init__(self, options: DraftOptions, watch: Stopwatch):
         super().__init__(options, AcceptanceStats())
         self.expected: list[Tensor] = []
+        self._watch = watch
 
     def decide(self, likely: float = 0.0) -> DraftDecision:
         """See [`DraftPolicy.decide`]."""
-        return _AllPasses(nodes=self._options.num_assistant_tokens, expected=self.expected)
+        return _AllPasses(nodes=self._options.num_assistant_tokens, watch=self._watch, expected=self.expected)
 
 
 @torch.no_grad()
-def target_seconds(target: PreTrainedModel, context: int, max_nodes: int, seconds: float) -> dict[int, float]:
-    """Seconds of the target's forward by draft nodes, after `context` tokens."""
+def target_seconds(
+    target: PreTrainedModel, context: int, max_nodes: int, seconds: float, feature_layers: Sequence[int] | None = ()
+) -> dict[int, float]:
+    """
+    Seconds of the target's forward by draft nodes.
+
+    Args:
+        target ([`PreTrainedModel`]): the target.
+        context (`int`): tokens before the forward; for chains up to twice as many.
+        max_nodes (`int`): draft nodes, at most.
+        seconds (`float`): how long it is timed, at least once for each size.
+        feature_layers (`list[int]`, *optional*): the layers that a drafter reads; compiled rounds give none.
+    """
     input_ids = torch.randint(target.config.get_text_config(decoder=True).vocab_size, (1, context))
-    kwargs = {CACHE_NAME: DynamicCache(config=target.config), "use_cache": True}
     input_ids = input_ids.to(target.device)
-    make_run = TargetRun if verdict_of_prompt(target, input_ids).way == TREES else ChainRun
-    run = make_run(target, input_ids, target.generation_config, kwargs)
-    run.prefill(input_ids)
+    takes_trees = verdict_of_prompt(target, input_ids).way == TREES
+
+    def start() -> TargetRun | ChainRun:
+        kwargs = {CACHE_NAME: DynamicCache(config=target.config), "use_cache": True}
+        make_run = TargetRun if takes_trees else ChainRun
+        run = make_run(target, input_ids, target.generation_config, kwargs, feature_layers)
+        run.prefill(input_ids)
+        return run
+
+    run = start()
     times: dict[int, list[float]] = {size: [] for size in (*(size for size in _SIZES if size < max_nodes), max_nodes)}
     begin = time.perf_counter()
     while (is_first := not all(times.values())) or time.perf_counter() - begin < seconds:
@@ -188,13 +214,15 @@ def target_seconds(target: PreTrainedModel, context: int, max_nodes: int, second
         run.score([chain(torch.zeros(size + 1, dtype=torch.long))], [text])
         watch.lap()
         times[size].append(sum(watch.seconds(wait=True) or ()))
-        # A recurrent state would have to run rejected tokens again.
-        run.accept([torch.arange(size + 1 if isinstance(run, ChainRun) else 1)])
+        # A recurrent state would have to run rejected tokens again. A tree's are dropped: the context stays as long.
+        run.accept([torch.arange(0 if takes_trees else size + 1)])
+        if run.length > 2 * context:
+            run = start()
     return {size: statistics.median_low(found) for size, found in times.items()}
 
 
 def seconds_by_threads(
-    target: PreTrainedModel, context: int, nodes: int, seconds: float
+    target: PreTrainedModel, context: int, nodes: int, seconds: float, feature_layers: Sequence[int] | None = ()
 ) -> dict[int, tuple[float, float]]:
     """
     Seconds of the target's forward for a single token and for a tree of `nodes` draft nodes, by threads: as many as
@@ -207,7 +235,7 @@ def seconds_by_threads(
     try:
         for count in counts:
             torch.set_num_threads(count)
-            took = target_seconds(target, context, nodes, seconds)
+            took = target_seconds(target, context, nodes, seconds, feature_layers)
             found[count] = took[0], took[nodes]
     finally:
         torch.set_num_threads(most)
@@ -237,15 +265,15 @@ def drafting(
         features = tap.take()
         generator = FalconCandidateGenerator(drafter, target, options)
         for place in range(1, text.shape[1] - 1):
-            watch, generator.policy = Stopwatch(drafter.device), (recorder := _Recorder(options))
+            watch = Stopwatch(drafter.device)
+            generator.policy = recorder = _Recorder(options, watch)
             new = slice(0, 2) if place == 1 else slice(place, place + 1)
             generator.commit(features[:, new], generator.new_tokens(text[:, : new.stop + 1], new.stop - new.start))
-            watch.lap()
             generator.propose(text[:, : place + 2], generator.max_depth)
             watch.lap()
-            committing, drafting = watch.seconds(wait=True) or (0.0, 0.0)
-            commits.append(committing)
-            passes.append(drafting / options.num_draft_passes)
+            first, further = watch.seconds(wait=True) or (0.0, 0.0)
+            commits.append(first)
+            passes.append(further / max(1, options.num_draft_passes - 1))
             if len(recorder.expected) == options.num_draft_passes:
                 total += torch.stack(recorder.expected)
                 places += 1

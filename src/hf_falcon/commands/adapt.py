@@ -144,7 +144,8 @@ def _trainer(
     )
     samples = DraftSamples(data, list(range(len(data) - held_out)), max_length=1024)
     run = {"drafter": arguments.drafter, "target": arguments.target, "data": arguments.data}
-    return FalconTrainer(drafter, target, args, samples, run_arguments=run)
+    # Trainer runs on the first GPU, whichever was given.
+    return FalconTrainer(drafter, target.to(args.device), args, samples, run_arguments=run)
 
 
 def _read_report(folder: Path) -> dict[str, Any]:

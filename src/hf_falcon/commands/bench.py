@@ -76,9 +76,10 @@ def main(argv: list[str]) -> int:
     if settings["do_sample"]:
         settings["temperature"] = arguments.temperature
     environment = _environment(models, dtype)
-    if variables:
-        environment["chat_template_kwargs"] = json.dumps(variables, sort_keys=True)
     measured = {**environment, **settings, "repeats": arguments.repeats, "prompts": _digest(data)}
+    measured["chat_template_kwargs"] = json.dumps(variables, sort_keys=True) if variables else None
+    if variables:
+        environment["chat_template_kwargs"] = measured["chat_template_kwargs"]
     measured["draft_options"] = {name: asdict(_options(drafter)) for name, drafter in models.drafters.items()}
     # Traces of before have no such settings, which are `None`.
     measured["row_invariant"] = arguments.row_invariant or None
@@ -116,7 +117,7 @@ def main(argv: list[str]) -> int:
     try:
         write_atomically(folder / "report.png", report.picture(rows))
     except ImportError:
-        print("No report.png: matplotlib is not installed. Run `pip install hf-falcon[bench]`.")
+        print("No report.png: matplotlib is not installed. Run `pip install 'hf-falcon[bench]'`.")
     print(f"\n{report.table(rows)}\n")
     for row in rows:
         if row["method"] == FALCON and row["data"] == rows[-1]["data"] and row["drafter_memory_mb"] is not None:

@@ -86,7 +86,7 @@ def display(name: str, prompt: str) -> Iterator[Show]:
         from rich.panel import Panel
         from rich.text import Text
     except ImportError as error:
-        raise OSError("The demo's display needs the package `rich`. Run `pip install hf-falcon[demo]`.") from error
+        raise OSError("The demo's display needs the package `rich`. Run `pip install 'hf-falcon[demo]'`.") from error
 
     def columns() -> Columns:
         width = live.console.width // 2 - 1

@@ -279,7 +279,9 @@ def converted_target() -> Path:
     if folder.is_dir():
         return folder
     if importlib.util.find_spec("gguf") is None:
-        raise OSError("Reading the demo target's weights needs the package `gguf`. Run `pip install hf-falcon[demo]`.")
+        raise OSError(
+            "Reading the demo target's weights needs the package `gguf`. Run `pip install 'hf-falcon[demo]'`."
+        )
     print("Converting the demo target's weights (once, some seconds).", file=sys.stderr, flush=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
     # Written in another folder and renamed: no process sees an incomplete one.

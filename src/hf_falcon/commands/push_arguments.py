@@ -9,6 +9,7 @@ from .run_arguments import CommandParser
 
 DESCRIPTION = """
 `hf-falcon push FOLDER REPOSITORY`: a drafter and its card to the Hub, in one commit; a Falcon drafter with its code.
+The record (provenance.json, with the paths of files) and the curves of its training come along if the folder has them.
 """
 
 

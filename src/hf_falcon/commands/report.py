@@ -77,7 +77,7 @@ def table(rows: list[Row]) -> str:
         "speed-up",
         "tokens/round",
         "tau",
-        "identical in float32",
+        "identical",
     ]
     cells = [head] + [
         [

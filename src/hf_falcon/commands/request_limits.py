@@ -27,6 +27,8 @@ CONNECTIONS = 100
 _STOPS = 16
 _LONGEST_STOP = 256
 _BIASES = 1024
+# Words in the types of a message's parts that are no text, such as "image_url" and "input_audio".
+_NO_TEXTS = ("image", "audio", "video", "file")
 
 
 def _is_count(value: Any) -> bool:
@@ -45,7 +47,9 @@ _GENERATION_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "do_sample": ("true or false", lambda value: type(value) is bool),
     "eos_token_id": (
         "a token, a list of tokens, or -1 for none",
-        lambda value: value == -1 or all(map(_is_count, value if isinstance(value, list) else [value])),
+        lambda value: (
+            value == -1 or (value != [] and all(map(_is_count, value if isinstance(value, list) else [value])))
+        ),
     ),
     "max_new_tokens": ("an integer", lambda value: type(value) is int),
     "min_new_tokens": ("an integer of 0 or more", _is_count),
@@ -215,6 +219,7 @@ def check_request(body: Mapping[str, Any], target: PreTrainedModel, tokenizer: P
         if not isinstance(body.get(name), (str, type(None))):
             raise ValueError(f"`{name}` is {short(body[name])}; give a text.")
     _check_stops(body.get("stop"))
+    _check_parts(body.get("messages"), body.get("input"))
     bias = body.get("logit_bias")
     if isinstance(bias, dict):
         _check_bias(bias, target.config.get_text_config(decoder=True).vocab_size)
@@ -273,6 +278,18 @@ def _check_stops(stops: Any) -> None:
         raise ValueError(
             f"`stop` is {short(stops)}; give a text, or up to {_STOPS} of them, of 1 to {_LONGEST_STOP} characters."
         )
+
+
+def _check_parts(*texts: Any) -> None:
+    """transformers would leave out what is no text, and answer a question about an image that nobody has seen."""
+    messages = [message for each in texts if isinstance(each, list) for message in each if isinstance(message, dict)]
+    for part in (part for message in messages for part in _list(message.get("content")) if isinstance(part, dict)):
+        if isinstance(kind := part.get("type"), str) and any(word in kind for word in _NO_TEXTS):
+            raise ValueError(f"A message has a part of type {short(kind)}: this server takes texts only.")
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _check_bias(bias: dict[str, Any], vocab_size: int) -> None:

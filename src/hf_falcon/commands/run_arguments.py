@@ -93,15 +93,14 @@ class CommandParser(argparse.ArgumentParser):
 
     def _add_trainer(self, kind: Any) -> None:
         """The arguments of a subclass of transformers' `TrainingArguments`."""
-        from transformers import HfArgumentParser
+        from ..private_names import add_field
 
         group = self.add_argument_group(_TRAINER)
         for field, of in _fields(kind):
             owner = next(each for each in kind.__mro__ if field.name in inspect.get_annotations(each))
             is_listed_last = owner.__module__.startswith("transformers.") and field.name not in _MOST_USED
             field.type = of
-            # Has no public way to add a single field.
-            HfArgumentParser._parse_dataclass_field(group if is_listed_last else self, field)
+            add_field(group if is_listed_last else self, field)
 
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message} (`{self.prog} --help` describes every argument).")

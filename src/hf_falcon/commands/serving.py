@@ -105,7 +105,8 @@ class TargetServer:
             self.app,
             http=protocol(),
             ws="none",
-            limit_concurrency=CONNECTIONS,
+            # It refuses the one that makes so many.
+            limit_concurrency=CONNECTIONS + 1,
             log_level="warning",
             lifespan="off",
             timeout_graceful_shutdown=_GRACE,
@@ -286,6 +287,8 @@ def _handler(
             if (biases := body.get("logit_bias")) is not None:
                 # For `/v1/completions` transformers leaves them out, and it refuses an empty object.
                 config.sequence_bias = {(int(token),): float(value) for token, value in biases.items()} or None
+            # An empty list ends no text; transformers fails at it in the middle of an answer.
+            config.stop_strings = config.stop_strings or None
             if config.max_new_tokens is not None and config.max_new_tokens < 1:
                 raise ValueError(f"The limit of new tokens is {config.max_new_tokens}; give 1 or more.")
             return config

@@ -6,10 +6,12 @@ from __future__ import annotations
 import logging
 import os
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, set_seed
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from ..checkpoint_files import name_target, weights_fingerprint
@@ -65,7 +67,14 @@ def main(argv: list[str]) -> int:
     _check_vocabulary(options.data, files, target.config.get_text_config().vocab_size)
     # Trainer creates it in one process, and other processes can need it earlier.
     os.makedirs(args.output_dir, exist_ok=True)
-    checkpoint = args.resume_from_checkpoint or get_last_checkpoint(args.output_dir)
+    checkpoint = args.resume_from_checkpoint
+    if checkpoint is None or checkpoint.lower() == "true":
+        checkpoint = get_last_checkpoint(args.output_dir)
+    elif not Path(checkpoint, TRAINER_STATE_NAME).is_file():
+        raise FileNotFoundError(
+            f"`resume_from_checkpoint` is {checkpoint!r}, which has no {TRAINER_STATE_NAME}: give a folder "
+            "`checkpoint-N` of a run, or leave it out for the latest in `output_dir`."
+        )
     if checkpoint:
         # Before the features, which may take hours.
         refuse_other_run(checkpoint, provenance(target, data))

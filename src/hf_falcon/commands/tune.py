@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers.utils import GENERATION_CONFIG_NAME
@@ -66,9 +67,9 @@ def main(argv: list[str]) -> int:
     try:
         write_atomically(folder / "tune.png", picture(found.speedups))
     except ImportError:
-        print("No tune.png: matplotlib is not installed. Run `pip install hf-falcon[bench]`.")
+        print("No tune.png: matplotlib is not installed. Run `pip install 'hf-falcon[bench]'`.")
     if own := _own_folder(arguments):
-        keep_calibration(own, found.draft_calibration)
+        keep_calibration(own, found.draft_calibration, drafter)
     print(f"More in {folder / 'tune.json'}. `generate` uses the target's times from now on.")
     return 0
 
@@ -78,8 +79,13 @@ def _own_folder(arguments: TuneArguments) -> Path | None:
     return Path(arguments.drafter) if arguments.drafter and Path(arguments.drafter).is_dir() else None
 
 
-def keep_calibration(folder: Path, calibration: list[float]) -> None:
+def keep_calibration(folder: Path, calibration: list[float], drafter: Any) -> None:
     """Writes `draft_calibration` into the generation configuration of the drafter in `folder`; the rest stays."""
     file = folder / GENERATION_CONFIG_NAME
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    if file.exists():
+        kept = json.loads(file.read_text(encoding="utf-8"))
+    else:
+        # What a language model reads from its configuration where it has no such file, such as its last token.
+        model = getattr(drafter, "model", None)
+        kept = {} if model is None else json.loads(model.generation_config.to_json_string())
     write_atomically(file, (json.dumps({**kept, "draft_calibration": calibration}, indent=2) + "\n").encode())

@@ -195,11 +195,7 @@ class FalconCandidateGenerator(CandidateGenerator):
     """
 
     def __init__(
-        self,
-        drafter: Drafter,
-        target: PreTrainedModel,
-        options: DraftOptions | None = None,
-        head: Any = None,
+        self, drafter: Drafter, target: PreTrainedModel, options: DraftOptions | None = None, head: Any = None
     ):
         self.drafter = drafter
         self.target = target
@@ -323,19 +319,25 @@ class FalconCandidateGenerator(CandidateGenerator):
             self.commit(features, self.new_tokens(input_ids, waiting), self._first_position, self._prompt_embeds)
         elif self._next_position is None and not self._reads_text:
             self._drop_oldest(waiting, 0 if isinstance(self.policy, PlainPolicy) else _MOST_UNCOMMITTED)
-        self._watch.lap()
         tree_round = self._tree.start(max_depth)
+        drafted: DraftedBlocks | None = None
         if drafts and self._block is not None:
             self._read_context(input_ids)
             with self._acceleration.drafting(self.head):
-                self._draft_passes(tree_round, self._grow(tree_round, self._block, 0))
+                drafted = self._grow(tree_round, self._block, 0)
+        # The first block belongs to the commit: a round may have no further pass.
+        self._watch.lap()
+        if drafted is not None:
+            with self._acceleration.drafting(self.head):
+                self._draft_passes(tree_round, drafted)
         self._watch.lap()
         self._drafts = drafts
         return tree_round
 
     def _drop_oldest(self, waiting: int, most: int) -> None:
         """Drops features of the oldest of `waiting` positions: the first commit then begins at the newest `most`."""
-        if waiting > most:
+        # Not a few in every round: that would copy all the others.
+        if waiting > 2 * most:
             newest = torch.cat(self._uncommitted, dim=1)[:, waiting - most :]
             # A copy: a view would keep all of them.
             self._uncommitted = [newest.clone()] if most else []
@@ -369,7 +371,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         accepted: int,
         features: Tensor,
         input_ids: Tensor,
-        watch: Stopwatch,
+        watch: Stopwatch | None,
         nodes: int | None = None,
     ) -> None:
         """
@@ -381,7 +383,7 @@ class FalconCandidateGenerator(CandidateGenerator):
             accepted (`int`): emitted tokens that were draft tokens.
             features (`torch.Tensor` of shape `(1, emitted, ...)`): the target's features of the path.
             input_ids (`torch.LongTensor` of shape `(1, length)`): the sequence, emitted tokens included; on the host.
-            watch ([`Stopwatch`]): its lap is the target's forward.
+            watch ([`Stopwatch`], *optional*): its lap is the target's forward, if the row counts it.
             nodes (`int`, *optional*): nodes that the target ran for the sequence; defaults to the size of the tree.
         """
         if self.options.num_draft_passes:
@@ -389,15 +391,19 @@ class FalconCandidateGenerator(CandidateGenerator):
         time = self._round_time(watch, nodes or len(tree))
         self.policy.update(RoundOutcome(self._decision, tree, path, accepted, self._checks, time))
 
-    def _round_time(self, watch: Stopwatch, nodes: int) -> RoundTime:
+    def _round_time(self, watch: Stopwatch | None, nodes: int) -> RoundTime:
         """The times of the round that are known: the device may still work, and is not waited for."""
-        time, target, drafting = RoundTime(nodes=nodes), watch.seconds(), self._watch.seconds()
+        time, drafting = RoundTime(nodes=nodes), self._watch.seconds()
+        target = None if watch is None else watch.seconds()
         time.passes = self._passes if self._drafts else None
         time.target = None if target is None else sum(target)
         if drafting is not None:
             commit, time.drafting = (self._rows * lap for lap in drafting)
             # The commit of a prompt, or after a pause of drafting, says nothing of a round's.
-            time.commit = commit if 0 < self._new_rows <= _ROWS_OF_A_ROUND else None
+            if self._new_rows > _ROWS_OF_A_ROUND:
+                time.reading = commit
+            elif self._new_rows > 0:
+                time.commit = commit
         return time
 
     def commit(
@@ -495,7 +501,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         children = min(options.draft_top_k, nodes, self.head.draft_vocab_size)
         if options.draft_tree == "dynamic":
             return DynamicTree(nodes, depth, children, options.draft_width)
-        make = needed_part("static_tree", "draft_tree", "set it to 'dynamic'")
+        make = needed_part("static", "draft_tree", "set it to 'dynamic'")
         return make(options, self.drafter, self.head.draft_vocab_size, (nodes, depth, children))
 
     def _grow(self, tree_round: Any, states: Tensor, depth: int) -> DraftedBlocks | None:

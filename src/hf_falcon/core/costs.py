@@ -130,7 +130,7 @@ class Costs:
         # Seconds of the latest plain steps; plain steps that are due; rounds until the next is, now and at first.
         self._plain: deque[float] = deque(maxlen=3)
         self._due, self._left, self._interval = 1, _SHORTEST_INTERVAL, _SHORTEST_INTERVAL
-        # Forwards over trees so far.
+        # Rounds so far.
         self._now = 0
         # Tokens of the largest forward so far, and how often the costs of forwards have changed.
         self.largest, self.version = 1, 0
@@ -162,14 +162,17 @@ class Costs:
         return _ascending(found)
 
     def observe_target(self, nodes: int, seconds: float) -> None:
-        """Takes the seconds of a forward over `nodes` tokens, the root among them."""
+        """Takes the seconds of a round's forward over `nodes` tokens, the root among them."""
+        self._now += 1
+        # Also where no tree runs: a size that looked dear once would never be timed again.
+        self.version += sum([cost.forget(self._now) for cost in list(self._forwards.values())])
         if nodes == 1:
             self._plain.append(seconds)
             self._due, self._left = max(0, self._due - 1), self._interval
             return
         if not self._plain:
             return
-        self._now, self._left, self.largest = self._now + 1, self._left - 1, max(self.largest, nodes)
+        self._left, self.largest = self._left - 1, max(self.largest, nodes)
         if self._left <= 0:
             self._due, self._interval = max(1, self._due), min(2 * self._interval, _LONGEST_INTERVAL)
         tokens = self._padded(nodes)
@@ -181,7 +184,6 @@ class Costs:
             if was_known:
                 # Is the tree slower, or the whole machine? Two plain steps make the median a new one.
                 self._due, self._interval = 2, _SHORTEST_INTERVAL
-        self.version += sum([cost.forget(self._now) for cost in list(self._forwards.values())])
 
     def observe_drafting(self, commit_seconds: float | None, pass_seconds: float, passes: int) -> None:
         """Takes the seconds of a round's drafting: of its commit, where known, and of all its `passes` after it."""
@@ -189,6 +191,10 @@ class Costs:
             self._commit.observe(commit_seconds / self._plain_seconds, self._now)
         if self._plain and passes:
             self._pass.observe(pass_seconds / passes / self._plain_seconds, self._now)
+
+    def plain_steps(self, seconds: float) -> float:
+        """How many plain steps take so long; 0 before any was timed."""
+        return seconds / self._plain_seconds if self._plain else 0.0
 
     @property
     def _plain_seconds(self) -> float:

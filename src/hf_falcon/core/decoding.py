@@ -27,7 +27,7 @@ from .hook import is_user_defined, sample
 from .interfaces import Drafter, RowsDecoder, drafter_files, needed_part, part
 from .policy import AdaptivePolicy, DraftPolicy, PlainPolicy, acceptance_stats_of
 from .probe import CHAINS, PLAIN, TREES, Verdict, verdict_of_call
-from .target_parts import CACHE_NAME, names_rows
+from .target_parts import CACHE_NAME, peft_sets
 from .target_run import TargetRun
 from .tree import DraftTree, collect, to_device
 from .verification import Batch, TokenSequence, Verification, verify, verify_rows
@@ -109,7 +109,8 @@ def assisted_decoding(
             streamer=streamer,
             **model_kwargs,
         )
-        return FalconGenerateOutput(**output) if isinstance(output, GenerateDecoderOnlyOutput) else output
+        # Targets that write speech return more.
+        return FalconGenerateOutput(**output) if type(output) is GenerateDecoderOnlyOutput else output
     options = DraftOptions.from_generation_config(drafter.generation_config, generation_config)
     options = limited_options(options, drafter, target)
     if verdict.way == CHAINS:
@@ -190,7 +191,8 @@ def decode(
     cached, drafting = rows, 0
     while unfinished := [row for row in cached if not row.sequence.finished]:
         if drops_rows and len(unfinished) < len(cached):
-            drops_rows = not names_rows(run.model)
+            # No row may leave the others then.
+            drops_rows = not peft_sets(run.model, "adapter_names")
             if drops_rows:
                 run.select([row.place for row in unfinished])
                 # Rows may end before any of them drafts.
@@ -228,7 +230,9 @@ def decode(
             if run.observer is not None:
                 run.observer.add_round(row.sequence, tree, path, accepted, found)
             found = found[:, to_device(path, features.device)]
-            row.generator.update(tree, path, accepted, found, row.sequence.token_ids, watch, nodes)
+            # One forward is one timing, whatever the number of rows.
+            timed = watch if row is unfinished[0] else None
+            row.generator.update(tree, path, accepted, found, row.sequence.token_ids, timed, nodes)
             statistics.add_round(len(tree) - 1, accepted)
         batch.stream()
     return statistics
@@ -300,11 +304,7 @@ def _warn_of_other_weights(drafter: Drafter, target: PreTrainedModel) -> None:
 
 
 def _output(
-    batch: Batch,
-    statistics: StatisticsRecorder,
-    cache: Cache,
-    generation_config: GenerationConfig,
-    run: TargetRun,
+    batch: Batch, statistics: StatisticsRecorder, cache: Cache, generation_config: GenerationConfig, run: TargetRun
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """What `generate` returns."""
     if not generation_config.return_dict_in_generate:

@@ -12,10 +12,11 @@ from transformers import GenerationConfig
 
 from .hook import call_settings, default_generation_params
 
+MOST_PASSES = 64
 # Larger values never pay. They come from a damaged or a hostile file, and would take all memory.
 _RANGES = {
     "num_assistant_tokens": (1, 4096),
-    "num_draft_passes": (0, 64),
+    "num_draft_passes": (0, MOST_PASSES),
     "draft_top_k": (1, 256),
     "draft_width": (1, 128),
     "prompt_lookup_num_tokens": (0, 4096),

@@ -1,70 +1,19 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""What one `generate` call returns beside its text: statistics, near-ties, and the outputs of layers."""
+"""What one `generate` call returns beside its text: statistics, and the outputs of layers."""
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.utils import ModelOutput
 
 from .costs import Stopwatch
-
-# Units in the last place of the best logit, in the dtype of the logits.
-_UNITS = 2
-
-
-class Gaps(NamedTuple):
-    """The fields of [`DraftStatistics`] that describe near-ties."""
-
-    smallest_gap: float | None
-    smallest_gap_token: int | None
-    near_ties: list[int] | None
-
-
-class NearTies:
-    """
-    The leads of the greedy tokens of one `generate` call over the second best. No step waits for the device before
-    [`NearTies.result`].
-    """
-
-    def __init__(self) -> None:
-        self._gaps: list[Tensor] = []
-        self._units: list[Tensor] = []
-
-    def observe(self, logits: Tensor, scores: Tensor | None = None) -> None:
-        """
-        Records tokens in the order of the text.
-
-        Args:
-            logits (`torch.Tensor` of shape `(tokens, vocab_size)`): the target's own, not upcast.
-            scores (`torch.Tensor` of the same shape, *optional*): the logits after the processors.
-        """
-        # The best two. `topk` takes several times as long on a CPU.
-        scores = logits if scores is None else scores
-        best, tokens = scores.max(dim=-1, keepdim=True)
-        second = scores.scatter(-1, tokens, -torch.inf).amax(dim=-1)
-        self._gaps.append((best[:, 0].float() - second.float()).to(logits.device))
-        # The unit in the last place of a number is `eps` times the largest power of two in it.
-        exponent = torch.frexp(logits.amax(dim=-1).float()).exponent - 1
-        self._units.append(torch.finfo(logits.dtype).eps * torch.exp2(exponent.float()))
-
-    def result(self) -> Gaps:
-        """The smallest lead, its token and all near-ties; `None` for each if nothing was recorded."""
-        if not self._gaps:
-            return Gaps(None, None, None)
-        # Two infinities are a tie.
-        gaps = torch.cat(self._gaps).nan_to_num(nan=0.0, posinf=math.inf)
-        near = gaps <= _UNITS * torch.cat(self._units)
-        token = int(gaps.argmin())
-        return Gaps(float(gaps[token]), token, near.nonzero()[:, 0].tolist())
 
 
 @dataclass(repr=False)
@@ -156,7 +105,7 @@ class StatisticsRecorder:
         self._drafted.append(drafted)
         self._accepted.append(accepted)
 
-    def result(self, new_tokens: int, near_ties: NearTies | None) -> DraftStatistics:
+    def result(self, new_tokens: int, near_ties: Any) -> DraftStatistics:
         """The statistics of the call, which emitted `new_tokens` tokens."""
         seconds = {
             part: sum(sum(watch.seconds(wait=True) or ()) for watch in watches)

@@ -85,7 +85,8 @@ def install() -> None:
             continue
         # `wraps`, because `generate` reads the signature of the method that it calls.
         wrapper = functools.wraps(stock)(wrap(stock))
-        setattr(wrapper, _MARK, True)
+        # Itself: others that wrap it in turn copy its attributes.
+        setattr(wrapper, _MARK, wrapper)
         setattr(GenerationMixin, name, wrapper)
 
 
@@ -99,8 +100,9 @@ def disable() -> None:
     """Restores transformers' own methods, for every drafter, until [`enable`]."""
     setattr(GenerationMixin, _DISABLED, True)
     for name in _WRAPPERS:
-        if getattr(getattr(GenerationMixin, name, None), _MARK, False):
-            setattr(GenerationMixin, name, getattr(GenerationMixin, name).__wrapped__)
+        found: Any = getattr(GenerationMixin, name, None)
+        if hasattr(found, _MARK) and getattr(found, _MARK) is found:
+            setattr(GenerationMixin, name, found.__wrapped__)
 
 
 def call_settings(generation_config: GenerationConfig | None) -> dict[str, Any] | None:
@@ -130,7 +132,10 @@ def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         is_named = "assistant_model" in call.arguments
         assistant: Any = call.arguments.get("assistant_model")
         # A custom `generate` gets all arguments unchanged. If it calls `generate` again, this wrapper runs then.
-        if (is_named and assistant is None) or call.arguments.get("custom_generate") is not None:
+        is_custom = call.arguments.get("custom_generate") is not None
+        # Switched off, but wrapped by others.
+        is_off = getattr(GenerationMixin, _DISABLED, False)
+        if is_off or is_custom or (is_named and assistant is None):
             return stock(self, *args, **kwargs)
         if not is_named or isinstance(assistant, (str, os.PathLike)):
             assistant = _find(self, assistant)
@@ -259,10 +264,7 @@ def private_name(owner: Any, name: str, use: str) -> Any:
 
 
 def prefill(
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    generation_config: GenerationConfig,
-    model_kwargs: dict[str, Any],
+    model: PreTrainedModel, input_ids: Tensor, generation_config: GenerationConfig, model_kwargs: dict[str, Any]
 ) -> Any:
     """
     Runs the prompt exactly as plain decoding does: in chunks if the call asks for them, and from a cache that holds

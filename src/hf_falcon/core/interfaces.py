@@ -242,15 +242,6 @@ class DrafterAcceleration:
         return self.drafter.run_layers
 
 
-_backend: Any = None
-
-
-def register(backend: Any) -> None:
-    """Takes the backend that every later call of this process uses; see [`~cpu.backend.CpuBackend`]."""
-    global _backend
-    _backend = backend
-
-
 def target_acceleration(
     target: PreTrainedModel, is_batch: bool = False, reads_layers: bool = False
 ) -> TargetAcceleration:
@@ -262,12 +253,14 @@ def target_acceleration(
         is_batch (`bool`): whether the call has several rows.
         reads_layers (`bool`): whether the call reads the outputs of single layers.
     """
-    return TargetAcceleration() if _backend is None else _backend.for_target(target, is_batch, reads_layers)
+    backend = part("backend")
+    return TargetAcceleration() if backend is None else backend.for_target(target, is_batch, reads_layers)
 
 
 def drafter_acceleration(drafter: Drafter, target: PreTrainedModel) -> DrafterAcceleration:
     """How the drafter's passes run."""
-    return DrafterAcceleration(drafter) if _backend is None else _backend.for_drafter(drafter, target)
+    backend = part("backend")
+    return DrafterAcceleration(drafter) if backend is None else backend.for_drafter(drafter, target)
 
 
 class DrafterFiles:
@@ -324,23 +317,9 @@ class DrafterFiles:
         return PreTrainedModel.push_to_hub(model, repo_id, **kwargs)
 
 
-_files = DrafterFiles()
-
-
-def register_files(files: DrafterFiles) -> None:
-    """Takes what every later Falcon drafter of this process is read and saved with."""
-    global _files
-    _files = files
-
-
-def drafter_files() -> DrafterFiles:
-    """What was registered with [`register_files`]."""
-    return _files
-
-
 # Decodes a call's rows: its run, its `Batch`, whether ended rows leave the cache. Returns a `StatisticsRecorder`.
 RowsDecoder = Callable[[Any, Any, bool], Any]
-_parts: dict[str, Any] = {}
+_parts: dict[str, Any] = {"files": DrafterFiles()}
 
 
 def register_part(name: str, part: Any) -> None:
@@ -349,15 +328,17 @@ def register_part(name: str, part: Any) -> None:
 
     Args:
         name (`str`):
+            "backend": see [`~cpu.backend.CpuBackend`]. "files": [`DrafterFiles`] of every later Falcon drafter.
             "chains": a class as [`TargetRun`] that scores chains. "batches": a class as [`Batch`] for several rows.
-            "static_tree": makes the tree of the options. "layer_outputs": a class as [`NoLayerOutputs`]. "quantised":
-            gives the reason why a quantised target is decoded plainly, or `None`. "prior": gives the costs that were
-            measured for a target, a better guess than the core's, or `None`. "verdicts": remembers targets that take
-            trees. "lookup": called with `(drafter, target)`, it returns what looks up how a sequence goes on
-            (`TextLookup`). "speculative" and "multi_root", values of the option `verification`: called with `(drafter,
-            target, options, logits_processor)`, they return a `RowsDecoder`. "constrain": called with `(generator,
-            sequence)` of a row, it tells the drafter which tokens the call's processors allow. "learning": gives for a
-            drafter and a target the observer of a call, a [`CallRecorder`], or a context manager of `None`.
+            "static": makes the tree of `draft_tree`. "layer_outputs": a class as [`NoLayerOutputs`]. "near_ties": a
+            class that records which greedy tokens rounding could have decided. "quantised": gives the reason why a
+            quantised target is decoded plainly, or `None`. "prior": gives the costs that were measured for a target, a
+            better guess than the core's, or `None`. "verdicts": remembers targets that take trees. "lookup": called
+            with `(drafter, target)`, it returns what looks up how a sequence goes on (`TextLookup`). "speculative" and
+            "multi_root", values of the option `verification`: called with `(drafter, target, options,
+            logits_processor)`, they return a `RowsDecoder`. "constrain": called with `(generator, sequence)` of a row,
+            it tells the drafter which tokens the call's processors allow. "learning": gives for a drafter and a target
+            the observer of a call, a [`CallRecorder`], or a context manager of `None`.
         part: the part.
     """
     _parts[name] = part
@@ -366,6 +347,12 @@ def register_part(name: str, part: Any) -> None:
 def part(name: str) -> Any:
     """What was registered with [`register_part`], or `None`."""
     return _parts.get(name)
+
+
+def drafter_files() -> DrafterFiles:
+    """How every Falcon drafter of this process is read and saved."""
+    files: DrafterFiles = _parts["files"]
+    return files
 
 
 def needed_part(name: str, option: str, remedy: str) -> Any:

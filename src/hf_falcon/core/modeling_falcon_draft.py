@@ -76,7 +76,7 @@ def _frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
     half = head_dim // 2
     # In float32, as bfloat16 cannot hold large positions. Training may use what a call in inference mode has made.
     with torch.inference_mode(False), torch.no_grad():
-        frequencies = torch.logspace(0, 1 / half - 1, half, base=theta, device=device, dtype=torch.float32)
+        frequencies = theta ** (torch.arange(half, device=device, dtype=torch.float32) / -half)
         return torch.cat((-frequencies, frequencies))
 
 
@@ -387,12 +387,7 @@ class FalconDraftNetwork(PreTrainedModel):
         return self.fusion(normalised, inputs_embeds.to(normalised.dtype), state)
 
     def run_layers(
-        self,
-        fused: Tensor,
-        anchors: Tensor,
-        position_ids: Tensor,
-        mask: Tensor,
-        cache: KeyValueCache | None = None,
+        self, fused: Tensor, anchors: Tensor, position_ids: Tensor, mask: Tensor, cache: KeyValueCache | None = None
     ) -> Tensor:
         """
         Runs the decoder layers over fused inputs.

@@ -255,7 +255,8 @@ class RoundTime:
     Seconds of a round, by part.
 
     Args:
-        commit (`float`, *optional*): of the commit; `None` where it says nothing of other rounds.
+        commit (`float`, *optional*): of the commit and the first block; `None` where it says nothing of other rounds.
+        reading (`float`): of a commit of a prompt, or of what a pause left.
         drafting (`float`, *optional*): of the passes after the commit; `None` where the device was not done yet.
         passes (`int`, *optional*): how many these are; `None` without any drafting.
         target (`float`, *optional*): of the target's forward; `None` where the device was not done yet.
@@ -263,6 +264,7 @@ class RoundTime:
     """
 
     commit: float | None = None
+    reading: float = 0.0
     drafting: float | None = None
     passes: int | None = None
     target: float | None = None
@@ -363,6 +365,8 @@ class AdaptivePolicy(DraftPolicy):
         self._max_depth = options.num_draft_passes * block_size
         self._most_nodes = options.num_assistant_tokens + most_deferred
         self._version = -1
+        # What reading the text for probes cost, in tokens. Later calls pay for it, not more probes in this one.
+        self._spent = 0.0
         self._read_costs()
 
     def begins(self, max_depth: int) -> bool:
@@ -421,7 +425,7 @@ class AdaptivePolicy(DraftPolicy):
         cost = stats.rate * stats.cost
         if stats.accepted_tokens > cost:
             return stats.accepted_tokens * (1.0 - likely) > cost
-        return stats.credit > 0.0 and likely < _LIKELY
+        return stats.credit + self._spent > 0.0 and likely < _LIKELY
 
     def _correction(self, depth: int) -> float:
         return math.log(min(1.0, self._stats.depth(depth).value))
@@ -440,6 +444,9 @@ class AdaptivePolicy(DraftPolicy):
                 costs.observe_drafting(time.commit, time.drafting, time.passes)
             drafting = costs.commit + costs.draft_pass * time.passes
             cost += drafting
+            if stats.accepted_tokens <= stats.rate * stats.cost:
+                spent = stats.rate * costs.plain_steps(time.reading)
+                stats.credit, self._spent = stats.credit - spent, self._spent + spent
             self._update_passes(outcome, is_new_text)
             if is_new_text:
                 expected, shares = _expected_tokens(outcome.tree, outcome.path)
@@ -460,7 +467,9 @@ class AdaptivePolicy(DraftPolicy):
 
     def _update_passes(self, outcome: RoundOutcome, is_new_text: bool) -> None:
         """Updates the gain of a pass from each pass that another one followed."""
-        stats, checks, decision = self._stats, outcome.checks, outcome.decision
+        stats, decision = self._stats, outcome.decision
+        # A drafter may overflow: a mean would stay NaN.
+        checks = [check for check in outcome.checks if not math.isnan(check.continuation + check.gain)]
         for before, after in zip(checks, checks[1:]):
             gained = (after.gain - before.gain) / max(before.continuation, 1e-6)
             stats.pass_gain += _NEW * (min(gained, 1.0) - stats.pass_gain)

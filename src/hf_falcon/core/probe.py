@@ -45,6 +45,7 @@ from .target_parts import (
     is_compiled,
     is_spread,
     layer_kinds,
+    peft_sets,
     quantised_layers,
     rope_boundary,
     structure_of,
@@ -63,6 +64,9 @@ _TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.07
 _KEPT = 32
 # Attention functions that take any additive mask.
 _MASKED_ATTENTION = ("eager", "sdpa")
+# Of hooks that collect what a forward computes, and of forwards in rounds.
+_OWN_MODULES = (__name__.rpartition(".")[0].removesuffix(".core"), "transformers.utils.output_capturing")
+_NO_CHAINS = "only the installed package verifies chains (`pip install hf-falcon`)"
 _NO_BATCHES = "the batch has several rows, which only the installed package verifies (`pip install hf-falcon`)"
 _NO_QUANTISED = "the target is quantised, which only the installed package tries (`pip install hf-falcon`)"
 LAYER_OUTPUTS = ("output_hidden_states", "output_attentions")
@@ -162,7 +166,7 @@ def _kinds_of(model_kwargs: Mapping[str, Any]) -> Hashable:
 
 
 def _state_of(model: PreTrainedModel) -> Hashable:
-    """What a verdict depends on beside the call. It takes microseconds: it walks over two layers, not over all."""
+    """What a verdict depends on beside the call."""
     decoder, layers = decoder_of(model), decoder_layers(model)
     device = model.device.type
     return (
@@ -176,7 +180,18 @@ def _state_of(model: PreTrainedModel) -> Hashable:
         _identity(model, model.prepare_inputs_for_generation),
         tuple(is_compiled(module) for module in (model, decoder, *layers)),
         structure_of(model),
+        tuple(itertools.chain.from_iterable(_changes_of(model, module) for module in model.modules())),
     )
+
+
+def _changes_of(model: PreTrainedModel, module: torch.nn.Module) -> Iterator[Hashable]:
+    """A module's hooks and its own forward; not ours and those of `output_hidden_states`, which change nothing."""
+    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        if not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_OWN_MODULES):
+            yield _identity(model, hook)
+    forward = vars(module).get("forward")
+    if forward is not None and not type(forward).__module__.startswith(_OWN_MODULES):
+        yield _identity(model, forward)
 
 
 def _identity(model: PreTrainedModel, method: Any) -> Hashable:
@@ -212,8 +227,10 @@ def _try_ways(
                 return Verdict(TREES)
         if rows > 1:
             return Verdict(PLAIN, f"{no_tree}, and the batch has several rows")
-        fault = part("chains").refusal_of_target(model)
-        fault = fault or trial.fault(trial.as_chains, expected, f"{_TOKENS} tokens in one forward")
+        if (chains := part("chains")) is None:
+            return Verdict(PLAIN, f"{no_tree}, and {_NO_CHAINS}")
+        name = f"{_TOKENS} tokens in one forward"
+        fault = chains.refusal_of_target(model) or trial.fault(trial.as_chains, expected, name)
     if fault is None:
         return Verdict(CHAINS, no_tree)
     return Verdict(PLAIN, fault if no_tree is None else f"{no_tree}, and {fault}")
@@ -398,6 +415,8 @@ def _no_probe_reason(model: PreTrainedModel) -> str | None:
     """The reason why nothing can be verified that is seen in the target's parts, and not in a few tokens."""
     if any(is_compiled(module) for module in (model, decoder_of(model))):
         return "the target is compiled by `torch.compile`, which hides its features"
+    if peft_sets(model, "alora_offsets"):
+        return "its activated adapter (aLoRA) counts the tokens of a forward"
     if any(is_spread(parameter) for parameter in model.parameters()) or (getattr(model, "tp_size", None) or 1) > 1:
         return "the target's weights are spread over several processes, which could decide differently"
     if not any(name in inspect.signature(model.forward).parameters for name in CACHE_NAMES):
@@ -521,8 +540,7 @@ def _no_chain_reason(
     """The reason why not even a chain can be verified in this call, if there is one."""
     if rows > 1:
         return "the batch has several rows"
-    chains = part("chains")
-    if chains is None:
-        return "only the installed package verifies chains (`pip install hf-falcon`)"
+    if (chains := part("chains")) is None:
+        return _NO_CHAINS
     reason: str | None = chains.refusal_of_call(model, generation_config, model_kwargs)
     return reason

@@ -114,15 +114,16 @@ class FeatureTap:
         if threading.get_ident() == self._thread:
             self._outputs[place] = output[0] if isinstance(output, tuple) else output
 
-    def _collect_input(self, place: int, module: Any, inputs: Any, named: Any) -> None:
+    # Torch looks up anew whether a hook gets `named`: another thread may have removed it.
+    def _collect_input(self, place: int, module: Any, inputs: Any, named: Any = None) -> None:
         if threading.get_ident() == self._thread:
             self._outputs[place] = inputs[0] if inputs else named["hidden_states"]
 
 
-def names_rows(model: PreTrainedModel) -> bool:
-    """Whether an adapter was chosen for each row of the call, by PEFT's `adapter_names`: then no row may leave it."""
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    return any("adapter_names" in getattr(hook, "keywords", {}) for hook in hooks)
+def peft_sets(model: PreTrainedModel, name: str) -> bool:
+    """Whether PEFT has set something for the call's rows: "adapter_names", or "alora_offsets" of activated LoRA."""
+    hooks = (hook for module in model.modules() for hook in tuple(module._forward_pre_hooks.values()))
+    return any(name in getattr(hook, "keywords", {}) for hook in hooks)
 
 
 def _closed_tap() -> FeatureTap:
@@ -191,7 +192,9 @@ def first_step(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[
     step: dict[str, Any] = model.prepare_inputs_for_generation(token_ids, next_sequence_length=1, **kwargs)
     # The loss that balances experts reads a mask of padding, which a tree's mask is not. No token depends on the loss.
     config = model.config.get_text_config(decoder=True)
-    if getattr(config, _ROUTER, False) and _ROUTER in inspect.signature(model.forward).parameters:
+    if (step.get(_ROUTER) or getattr(config, _ROUTER, False)) and _ROUTER in inspect.signature(
+        model.forward
+    ).parameters:
         step[_ROUTER] = False
     return step
 
@@ -292,6 +295,11 @@ def rope_boundary(config: PreTrainedConfig) -> tuple[int | None, bool]:
     return None, False
 
 
+def longest_text(config: PreTrainedConfig) -> int | None:
+    """The positions that a model has a table of, or was trained with, if its configuration says so."""
+    return next((n for name in _LENGTH_NAMES if isinstance(n := getattr(config, name, None), int) and n > 0), None)
+
+
 def depth_boundaries(model: PreTrainedModel) -> list[tuple[int, bool]]:
     """
     The positions from which a target computes otherwise or not at all: where its table of positions ends, and where
@@ -303,7 +311,7 @@ def depth_boundaries(model: PreTrainedModel) -> list[tuple[int, bool]]:
     config = model.config.get_text_config(decoder=True)
     boundary, never_settles = rope_boundary(config)
     found = [] if boundary is None else [(boundary, never_settles)]
-    length = next((n for name in _LENGTH_NAMES if isinstance(n := getattr(config, name, None), int) and n > 0), None)
+    length = longest_text(config)
     # Behind the end plain decoding fails, unless the length is only that of training, as with rotary frequencies.
     return found if length is None else [*found, (length, False)]
 

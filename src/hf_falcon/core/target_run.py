@@ -249,12 +249,13 @@ class TargetRun:
                 All rows, padded at their ends. If given, the cache gets the padding of rows that ended early; no row
                 may have left it.
         """
-        if sequences is not None:
-            texts = sequences.cpu().split(1)
-            while (missing := self._slots.longest - self._slots.shortest) > 0:
+        try:
+            texts = () if sequences is None else sequences.cpu().split(1)
+            while texts and (missing := self._slots.longest - self._slots.shortest) > 0:
                 self.score([self.rest(row, text, missing) for row, text in enumerate(texts)], texts)
                 self.accept([torch.empty(0, dtype=torch.long, device="cpu")] * len(texts))
-        self._release()
+        finally:
+            self._release()
         return self.cache
 
     def rest(self, row: int, text: Tensor, nodes: int, padding: int | None = None) -> DraftTree:

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, generation
 from transformers.generation.streamers import BaseStreamer
 
-from .draft_statistics import NearTies
+from .interfaces import part
 from .tree import DraftTree, to_device, to_host
 
 # Verifies the tree of a row; see [`verify`].
@@ -64,7 +64,7 @@ class TokenSequence:
         self.scores: tuple[Tensor, ...] | None = () if returns_dict and generation_config.output_scores else None
         self.logits: tuple[Tensor, ...] | None = () if returns_dict and generation_config.output_logits else None
         # Only a call that returns statistics pays for them.
-        self.near_ties = NearTies() if returns_dict else None
+        self.near_ties = part("near_ties")() if returns_dict and part("near_ties") else None
         self.processors = logits_processor
         # Most calls ask for EOS at every token, and the token is on the host.
         eos = [each for each in stopping_criteria if type(each) is generation.EosTokenCriteria]

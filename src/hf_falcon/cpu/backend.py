@@ -11,7 +11,7 @@ from functools import cached_property, partial
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
-from ..core.interfaces import Drafter, DrafterAcceleration, DraftHead, TargetAcceleration, register
+from ..core.interfaces import Drafter, DrafterAcceleration, DraftHead, TargetAcceleration, register_part
 from ..core.target_parts import decoder_layers, is_compiled, structure_of
 from .busy_cores import busy_cores
 from .compiled_code import captures_graphs
@@ -166,4 +166,4 @@ def _shares_keys(target: PreTrainedModel) -> bool:
 
 def install() -> None:
     """Registers this backend for every later call of this process."""
-    register(CpuBackend())
+    register_part("backend", CpuBackend())

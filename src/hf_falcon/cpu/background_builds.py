@@ -310,7 +310,7 @@ def _request(target: PreTrainedModel, drafter: Any, source: str | None) -> dict[
         "target": {
             "class": [type(target).__module__, type(target).__name__],
             "name": source or target.name_or_path,
-            "attention": attention_implementation(target.config),
+            "attention": attention_implementation(target.config.get_text_config(decoder=True)),
             **_state(target),
         },
         "state": shelf_of(target).name,

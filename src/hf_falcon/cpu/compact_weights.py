@@ -8,6 +8,7 @@ processor has no products for them.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ _MOST_ROWS = {torch.float32: 12 if _HAS_AVX512 else 16, torch.bfloat16: 16}
 _CODES = torch.uint8 if _HAS_AVX512 else torch.bfloat16
 # Whether two values in bfloat16 share a word, from which a shift and a mask take them. With AVX2 this is faster than
 # the instructions that widen them: 8 rows take three quarters of the time.
-_IN_PAIRS = not _HAS_AVX512
+_IN_PAIRS = not _HAS_AVX512 and sys.byteorder == "little"
 # The number of rows in one loop: those whose sums fit into the registers.
 _SUMS = 12 if _HAS_AVX512 else 4
 # The number of values of a weight that are compared to detect a change.
@@ -131,7 +132,7 @@ class CompactWeight(WeightMark):
         self.dtype = codes.dtype
         self._in_pairs = _IN_PAIRS and codes.dtype == torch.bfloat16
         # The codes, and the steps and offsets of a grid.
-        self.tensors = [_paired(_in_lanes(codes)) if self._in_pairs else _in_lanes(codes), *map(_in_lanes, grid or ())]
+        self.tensors = [_in_pairs(codes) if self._in_pairs else _in_lanes(codes), *map(_in_lanes, grid or ())]
         self.memory = [(each.data_ptr(), each.nbytes) for each in self.tensors]
 
     def suits(self, input: Tensor) -> bool:
@@ -181,9 +182,11 @@ def compact(weight: Tensor) -> CompactWeight | None:
     """
     if weight.dtype not in _MOST_ROWS or weight.shape[0] % _LANES:
         return None
+    if weight.dtype == torch.bfloat16 and has_bfloat16_products():
+        return None
     values = weight.detach().to_dense()
     if weight.dtype == torch.bfloat16:
-        return None if has_bfloat16_products() else CompactWeight(weight, values[:, None])
+        return CompactWeight(weight, values[:, None])
     if weight.shape[1] % _GROUP == 0:
         for grid in _GRIDS:
             if (found := _on_grid(values.unflatten(1, (-1, _GROUP)), *grid)) is not None:
@@ -221,14 +224,14 @@ def _in_lanes(values: Tensor) -> Tensor:
     return values.unflatten(0, (-1, _LANES)).permute(0, 2, 3, 1).contiguous()
 
 
-def _paired(values: Tensor) -> Tensor:
+def _in_pairs(values: Tensor) -> Tensor:
     """
-    Pairs of bfloat16 values as words, of shape `(..., 8)` for values of shape `(..., 16)`: the first half of the
-    values in the lower bits. The words have the dtype float32, because compiled code copies vectors of integers as it
-    reads them; it never computes with these numbers.
+    As `_in_lanes`, of pairs of bfloat16 values, of shape `(outputs / 16, groups, size, 8)`: a word has one of the
+    first eight values in its lower bits, and one of the others above. The words have the dtype float32, because
+    compiled code copies vectors of integers as it reads them; it never computes with these numbers.
     """
-    low, high = (values.view(torch.int16).int() & 0xFFFF).chunk(2, dim=-1)
-    return (low | high << 16).view(torch.float32)
+    halves = values.unflatten(0, (-1, 2, _LANES // 2))
+    return halves.permute(0, 3, 4, 2, 1).contiguous().view(torch.float32).squeeze(-1)
 
 
 def _sample_of(weight: Tensor) -> Tensor:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from transformers import CompileConfig
 
 from .joined_weights import one_product_each
 from .kept_programs import Shelf
-from .programs import CannotBeBuilt, Program, build, flattened, kind_of, leaves
+from .programs import CannotBeBuilt, Program, build, flattened, kind_of, tensors_of
 from .row_invariant import FilledForward
 
 
@@ -117,10 +117,10 @@ class BuiltCode:
         finally:
             self._examples = None
 
-    def load(self, modules: Iterable[nn.Module]) -> bool:
-        """Loads the programs of modules; returns whether they are all there."""
-        for module in modules:
-            kind = self._kinds[module] = kind_of(module)
+    def load(self, kinds: Mapping[nn.Module, str]) -> bool:
+        """Loads the programs of modules, which are of these kinds; returns whether they are all there."""
+        for module, kind in kinds.items():
+            self._kinds[module] = kind
             if kind not in self._programs:
                 program = self._shelf.load(f"{self._name}-{kind}")
                 if program is None:
@@ -128,11 +128,18 @@ class BuiltCode:
                 self._programs[kind] = program
         return True
 
-    def bind(self) -> bool:
-        """Takes the current tensors of all modules; returns whether the programs can read them."""
+    def bind(self, tensors: dict[nn.Module, list[Tensor]]) -> bool:
+        """
+        Takes the current tensors of all modules; returns whether the programs can read them.
+
+        Args:
+            tensors (`dict[torch.nn.Module, list[torch.Tensor]]`): those of modules that are known; others are added.
+        """
         bound: weakref.WeakKeyDictionary[nn.Module, tuple[Program, list[Tensor]]] = weakref.WeakKeyDictionary()
         for module, kind in self._kinds.items():
-            program, own = self._programs.get(kind), [container[key] for container, key in leaves(module)]
+            if module not in tensors:
+                tensors[module] = tensors_of(module)
+            program, own = self._programs.get(kind), tensors[module]
             if program is None or not program.suits(own):
                 return False
             bound[module] = program, own

@@ -22,6 +22,7 @@ from .compiled_code import BuiltCode, CompiledCode, captures_graphs, mark_rows, 
 from .huge_pages import keep_in_huge_pages
 from .kept_programs import Shelf
 from .lent_weights import LentWeights
+from .programs import kind_of
 
 
 @runtime_checkable
@@ -99,8 +100,11 @@ class CompiledPasses:
         if known is None or self.head is None:
             return False
         self._make_code()
+        linear = self.head.linear
         with self._weights.lent():
-            if known["is_faster"] and not (self._decode.load([drafter]) and self._logits.load([self.head.linear])):
+            if known["is_faster"] and not (
+                self._decode.load({drafter: kind_of(drafter)}) and self._logits.load({linear: kind_of(linear)})
+            ):
                 return False
         self.is_faster = bool(known["is_faster"])
         return True
@@ -115,7 +119,7 @@ class CompiledPasses:
         if self.shelf is None:
             return True
         with self._weights.lent():
-            return self._decode.bind() and self._logits.bind()
+            return self._decode.bind({}) and self._logits.bind({})
 
     def _make_code(self) -> None:
         self._decode: Any

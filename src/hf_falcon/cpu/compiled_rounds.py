@@ -29,7 +29,7 @@ from .grouped_attention import form_ahead
 from .kept_programs import Shelf
 from .lent_weights import LentWeights
 from .packed_layouts import has_bfloat16_products
-from .programs import traits_of
+from .programs import kind_of, traits_of
 from .row_invariant import FilledForward, is_row_invariant
 from .skinny_gemm import linears_of
 
@@ -261,10 +261,11 @@ class CompiledRounds:
         if known is None:
             return False
         with self._weights.lent():
+            layers = {layer: kind_of(layer) for layer in self._layers}
+            heads = {self._head: kind_of(self._head)} if self._head in self._weights else {}
             for size, is_faster in known.items():
                 code, head = self._built(int(size))
-                head_is_there = self._head not in self._weights or head.load([self._head])
-                if not is_faster or (head_is_there and code.load(self._layers)):
+                if not is_faster or (head.load(heads) and code.load(layers)):
                     self.is_faster[int(size)] = bool(is_faster)
         return bool(self.is_faster)
 
@@ -279,9 +280,10 @@ class CompiledRounds:
             return True
         if list(map(traits_of, self._layers)) != self._traits:
             return False
+        tensors: dict[nn.Module, list[Tensor]] = {}
         with self._weights.lent():
             return all(
-                code.bind()
+                code.bind(tensors)
                 for codes in (self._compiled, self._compiled_heads)
                 for code in {id(codes[size]): codes[size] for size in self.sizes}.values()
                 if isinstance(code, BuiltCode)

@@ -28,7 +28,7 @@ from .. import __version__
 from ..core.hook import attention_implementation
 from ..cost_files import cache_folder
 from ..json_files import read_json
-from ..private_names import attention_function
+from ..private_names import attention_function, experts_implementation
 from .code_digest import code_digest
 from .packing import is_packed
 from .programs import Program
@@ -195,7 +195,8 @@ def shelf_of(target: PreTrainedModel, drafter: Any = None, packed: bool | None =
     models = [target] if drafter is None else [target, drafter]
     # Packing replaces the class of linear layers; the state says by itself whether they are packed.
     kinds = {nn.Linear if isinstance(part, nn.Linear) else type(part) for model in models for part in model.modules()}
-    attention = [attention_implementation(model.config) for model in models]
+    configs = [model.config.get_text_config(decoder=True) for model in models]
+    attention = [attention_implementation(config) for config in configs]
     # The forward of a whole model is not compiled here.
     compiled = [kind for kind in kinds if not issubclass(kind, PreTrainedModel)]
     return Shelf(
@@ -204,6 +205,7 @@ def shelf_of(target: PreTrainedModel, drafter: Any = None, packed: bool | None =
             "source": sorted({_source_of(kind.__module__) for kind in kinds}),
             "code": code_digest(compiled, map(attention_function, attention)),
             "attention": attention,
+            "experts": [experts_implementation(config) for config in configs],
             "dtype": [str(model.dtype) for model in models],
             "packing": [is_packed(model) if packed is None else packed for model in models],
             **_machine(),
@@ -214,7 +216,11 @@ def shelf_of(target: PreTrainedModel, drafter: Any = None, packed: bool | None =
 def _config_of(model: PreTrainedModel) -> str:
     # Where it was loaded from does not matter.
     config = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
-    text = json.dumps(config, sort_keys=True, default=str)
+    try:
+        text = json.dumps(config, sort_keys=True, default=str)
+    except TypeError:
+        # Keys of several types have no order.
+        text = repr(config)
     return f"{type(model).__name__} {hashlib.sha256(text.encode()).hexdigest()[:32]}"
 
 

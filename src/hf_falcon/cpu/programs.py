@@ -65,12 +65,17 @@ def leaves(module: nn.Module) -> list[tuple[Any, Any]]:
     return list(found.values())
 
 
+def tensors_of(module: nn.Module) -> list[Tensor]:
+    """The tensors that a module computes with now; see [`leaves`]."""
+    return [container[key] for container, key in leaves(module)]
+
+
 def kind_of(module: nn.Module, names: Sequence[str] = ()) -> str:
     """
     A digest of what code for a module depends on besides its class's source and its configuration: the classes and
     plain attributes of its parts, and the layouts of its tensors.
     """
-    parts = [*names, *traits_of(module), *(_layout(container[key]) for container, key in leaves(module))]
+    parts = [*names, *traits_of(module), *map(_layout, tensors_of(module))]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
 
 
@@ -145,8 +150,7 @@ class Program:
         self._inputs = [(_DTYPES[dtype], shape, stride) for dtype, shape, stride in description["inputs"]]
         self._ranges = {name: (low, high) for name, low, high in description["ranges"]}
         self.leaves = int(description["leaves"])
-        # Torch unpacks the file and loads the library.
-        self._run = torch._inductor.aoti_load_package(str(file)).loader.boxed_run
+        self._run = _loaded(file)
         self._fitted: object = None
         # Torch waits for a program that runs without letting other threads of Python go on, which it may need.
         self._lock = threading.Lock()
@@ -183,6 +187,20 @@ class Program:
                 if not _matches(want, size, values) or (want != 1 and not _matches(step, found, values)):
                     return False
         return all(low <= values[name] <= high for name, (low, high) in self._ranges.items() if name in values)
+
+
+def _loaded(file: Path) -> Callable[[list[Tensor]], Any]:
+    """
+    What runs a package: torch unpacks the file and loads the library. `aoti_load_package` does the same, but before it
+    asks a compiler what this processor has, to warn of another. That takes a second, and runs what is in the folder of
+    torch's compiler. A shelf has compared the processor already.
+    """
+    try:
+        run: Any = torch._C._aoti.AOTIModelPackageLoader(str(file), "model", False, 1, -1).boxed_run
+    except (AttributeError, TypeError):
+        # In another version of torch, which is slower to load it, and loads it all the same.
+        run = torch._inductor.aoti_load_package(str(file)).loader.boxed_run
+    return run
 
 
 def build(
@@ -245,7 +263,7 @@ def _exported(
     remainder, other = (flattened([list(args), kwargs], each) for (args, kwargs), each in zip(examples, flat))
     if remainder != other:
         raise CannotBeBuilt("its calls differ in more than tensors")
-    own = [container[key] for container, key in leaves(module)]
+    own = tensors_of(module)
     sizes = [
         {dim: torch.export.Dim.DYNAMIC for dim, size in enumerate(first.shape) if size != second.shape[dim]}
         for first, second in zip(*flat)

@@ -27,7 +27,7 @@ from ..checkpoint_files import reading, refuse_problems, weights_difference
 from ..core import custom_generate, drafter
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import FalconDraftModel
-from ..core.interfaces import DrafterFiles, register_files
+from ..core.interfaces import DrafterFiles, register_part
 from .files import (
     FLOATING_DTYPES,
     LOADING,
@@ -199,7 +199,7 @@ class CheckedFiles(DrafterFiles):
 
 def install() -> None:
     """Registers the checks for every Falcon drafter of this process."""
-    register_files(CheckedFiles())
+    register_part("files", CheckedFiles())
 
 
 def _loading(kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import os
 import weakref
 from dataclasses import fields
@@ -23,7 +24,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..core.draft_options import DraftOptions
+from ..core.draft_options import MOST_PASSES, DraftOptions
 from ..core.drafter import DraftModel
 from ..core.hook import is_drafter, keep_custom_fields
 from ..core.interfaces import DraftedBlocks, DrafterAcceleration
@@ -31,7 +32,7 @@ from ..core.probe import TREES
 from ..core.target_parts import CACHE_NAMES
 from ..core.tree import to_device
 from .files import LOADING
-from .language_model_runs import LanguageModelRun, run_of, way_of
+from .language_model_runs import LanguageModelRun, most_positions, run_of, way_of
 from .vocabularies import Vocabulary, vocab_size, vocabulary_of
 
 
@@ -118,6 +119,9 @@ class CausalLMSession:
         self._translation, self._text = head.vocabulary.translate(), list[int]()
         # Of each pass since the last commit: the paths that it continued, their tokens, and the states after these.
         self._passes: list[tuple[Tensor, Tensor, Tensor]] = []
+        # Tokens of the longest text that leaves room for drafts.
+        most = most_positions(drafter.model)
+        self._longest = math.inf if most is None else most - MOST_PASSES
 
     def condition(self, states: Tensor, previous_token_ids: Tensor) -> Tensor:
         """See [`DraftSession.condition`]."""
@@ -131,6 +135,9 @@ class CausalLMSession:
             self._run = run_of(self._drafter.model)
         run, (kept, tokens) = self._run, self._translation.extend(next_token_ids[0].tolist())
         self._text[kept:] = tokens
+        if len(self._text) > self._longest:
+            self.rewind()
+            return None
         states: Tensor | None = None
         if kept < run.length:
             run.cut(kept)

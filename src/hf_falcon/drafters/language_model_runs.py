@@ -28,7 +28,7 @@ from ..core.caches import RowSlots, SlotLayer, adopt_layers
 from ..core.hook import extend_model_kwargs, makes_own_cache
 from ..core.modeling_falcon_draft import additive_mask
 from ..core.probe import CHAINS, TREES, verdict_of_call
-from ..core.target_parts import CACHE_NAME, CACHE_NAMES, FULL, SLIDING, layer_kinds
+from ..core.target_parts import CACHE_NAME, CACHE_NAMES, FULL, SLIDING, layer_kinds, longest_text
 from ..core.tree import to_device
 
 # Tokens of one forward over a text. Masks are tokens * context.
@@ -86,6 +86,12 @@ def way_of(model: PreTrainedModel) -> str:
         arguments[CACHE_NAME] = DynamicCache(config=model.config.get_text_config(decoder=True))
     call = LogitsProcessorList(), StoppingCriteriaList(), GenerationConfig(), arguments
     return verdict_of_call(model, prompt, *call).way
+
+
+def most_positions(model: PreTrainedModel) -> int | None:
+    """How many positions a language model has a table of; `None` where frequencies go on behind its training's."""
+    config = model.config.get_text_config(decoder=True)
+    return None if getattr(config, "rope_parameters", None) else longest_text(config)
 
 
 class TreeRun:

@@ -18,6 +18,7 @@ from transformers import __version__ as transformers_version
 
 from ..core.draft_session import TargetHead
 from ..core.drafter import DraftModel
+from ..core.hook import attention_implementation
 from ..core.interfaces import DraftedBlocks, DrafterAcceleration
 from ..core.target_parts import FULL, SLIDING, decoder_layers, layer_kinds
 from ..core.tree import to_device
@@ -166,7 +167,7 @@ class MtpDrafter(DraftModel):
             raise ValueError(f"`assistant_model` is {MTP!r}, but {reason}.")
         if mtp is None:
             mtp = _load(target)
-        if mtp.config._attn_implementation not in _MASKED_ATTENTION:
+        if attention_implementation(mtp.config) not in _MASKED_ATTENTION:
             mtp.set_attn_implementation("sdpa")
         self._target = weakref.ref(target)
         # No submodule: it has the target's embedding and head, which no `to` of a drafter may move.

@@ -216,6 +216,8 @@ class _OtherText:
         self._fixed = 0
         # The target's tokens of the part that may change.
         self._part: list[int] = []
+        # Its length when no place was found to divide it, as in a text without spaces.
+        self._undivided = 0
 
     def extend(self, token_ids: Sequence[int]) -> tuple[int, list[int]]:
         """See [`Translation.extend`]. The newest tokens may join those before them: that part is encoded anew."""
@@ -227,7 +229,7 @@ class _OtherText:
                 self._part.append(token)
                 continue
             tokens = tokens[: self._fixed] + self._encoded_part()
-            known, self._part = vocabulary.special[token], []
+            known, self._part, self._undivided = vocabulary.special[token], [], 0
             # The start of a text may be in the target's tokens as well.
             if known is not None and tokens != [known]:
                 tokens.append(known)
@@ -243,7 +245,7 @@ class _OtherText:
 
     def _divide(self, tokens: list[int]) -> None:
         """Fixes the beginning of a long part, where a word begins that no earlier token reaches into."""
-        if len(self._part) < _PART:
+        if len(self._part) < self._undivided + _PART:
             return
         vocabulary, middle = self._vocabulary, len(self._part) // 2
         whole = vocabulary.encode(vocabulary.decode(self._part))
@@ -254,5 +256,6 @@ class _OtherText:
             encoded = vocabulary.encode(first)
             if encoded + vocabulary.encode(rest) == whole:
                 tokens[self._fixed :] = encoded
-                self._fixed, self._part = len(tokens), self._part[place:]
+                self._fixed, self._part, self._undivided = len(tokens), self._part[place:], 0
                 return
+        self._undivided = len(self._part)

@@ -67,7 +67,8 @@ class Learner:
 
     Args:
         drafter ([`DraftModel`]): a drafter of Falcon or EAGLE-3. Its weights change in place.
-        target ([`PreTrainedModel`]): its target. The learner keeps neither of both alive.
+        target ([`PreTrainedModel`]): its target. The learner keeps neither of both alive; with a folder it keeps the
+            drafter until it is closed, to save it at the latest when the process ends.
         options ([`LearningOptions`], *optional*): limits, and the folder on disk.
         clock (`Callable[[], float]`, *optional*): gives seconds; by default `time.perf_counter`.
 
@@ -94,6 +95,8 @@ class Learner:
         self.options = options or LearningOptions()
         self.log: Callable[[str], None] = logger.info
         self._drafter, self._target, self._clock = weakref.ref(drafter), weakref.ref(target), clock
+        # To be saved at the end of the process, also if nobody else has it any more.
+        self._unsaved = None if self.options.folder is None else drafter
         self._vocab_size = target.config.get_text_config(decoder=True).vocab_size
         self._student = Student(drafter, self.options)
         self._fingerprint = weights_fingerprint(drafter)
@@ -221,6 +224,7 @@ class Learner:
                 self._forget()
                 self._replace()
         self.save()
+        self._unsaved = None
 
     def _forget(self) -> None:
         """Later calls of the drafter are not this learner's any more."""

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -184,12 +184,15 @@ class TrainingHeads:
     Args:
         draft ([`DraftHead`]): the drafter's: the target's, or one of its own.
         target ([`TargetHead`]): the target's, over the draft vocabulary.
-        parameters (list of `torch.Tensor`, *optional*): parameters of a head of its own.
     """
 
     draft: Any
     target: TargetHead
-    parameters: list[Tensor] = field(default_factory=list)
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Parameters of a head of its own, as they are now: FSDP replaces them."""
+        return [] if self.draft is self.target else self.draft.parameters()
 
     @classmethod
     def of(cls, drafter: DraftModel, target: PreTrainedModel, dtype: torch.dtype | None = None) -> TrainingHeads:
@@ -197,8 +200,7 @@ class TrainingHeads:
         of_target = TargetHead(drafter, target, dtype)
         if drafter.predicts_features:
             return cls(of_target, of_target)
-        own = drafter.make_head(target)
-        return cls(own, of_target, own.parameters())
+        return cls(drafter.make_head(target), of_target)
 
 
 def draft_loss(

@@ -140,7 +140,7 @@ def _load_dataset(name: str, split: str, file: Path | None) -> Iterator[Any]:
     if importlib.util.find_spec("datasets") is None:
         what = "a Parquet or Arrow file needs" if file is not None else "no file, and reading a data set needs"
         raise OSError(
-            f"`data` is {name!r}: {what} the package `datasets`. Run `pip install hf-falcon[train]`, or give a JSON "
+            f"`data` is {name!r}: {what} the package `datasets`. Run `pip install 'hf-falcon[train]'`, or give a JSON "
             "or JSON Lines file."
         )
     import datasets

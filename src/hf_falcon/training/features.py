@@ -26,6 +26,8 @@ from .token_file import TokenFile, write_atomically
 logger = logging.getLogger(__name__)
 
 _SHARD_TOKENS = 65536
+# Tokens of a sample that statistics and a drafter's start read: their memory grows with all of them.
+_LONGEST = 1024
 _MANIFEST = "features.json"
 
 
@@ -57,7 +59,8 @@ def some_features(
 ) -> list[tuple[Tensor, Tensor]]:
     """
     Tokens and features of samples spread over the data; features as [`target_features`], in float32 on the CPU. They
-    are read from `stored` where it has all the layers. The last position of a sample is left out.
+    are read from `stored` where it has all the layers. Of a sample the first 1,024 tokens are read, without the last
+    position.
     """
     found = []
     for index in range(0, len(data), max(1, len(data) // samples)):
@@ -65,10 +68,11 @@ def some_features(
         if stored is not None and stored.has(layers):
             features = stored.sample(index, layers)
         else:
-            row = token_ids[None].to(target.device)
+            row = token_ids[None, :_LONGEST].to(target.device)
             features = target_features(target, row, torch.ones_like(row, dtype=torch.bool), layers)[0]
         # The target never read the last token, if the features were kept as it wrote.
-        found.append((token_ids[:-1], features[:-1].float().cpu()))
+        token_ids = token_ids[:_LONGEST]
+        found.append((token_ids[:-1], features[: len(token_ids) - 1].float().cpu()))
     return found
 
 

@@ -45,7 +45,7 @@ class TrainingPlot(TrainerCallback):
             png = draw(state.log_history)
         except ImportError:
             self._is_possible = False
-            logger.warning(f"No {PLOT_NAME}: matplotlib is not installed. Run `pip install hf-falcon[train]`.")
+            logger.warning(f"No {PLOT_NAME}: matplotlib is not installed. Run `pip install 'hf-falcon[train]'`.")
             return
         if png is not None:
             write_atomically(os.path.join(args.output_dir, PLOT_NAME), png)

@@ -30,7 +30,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import TrainOutput, get_last_checkpoint
+from transformers.trainer_utils import SaveStrategy, TrainOutput, get_last_checkpoint
 
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
@@ -140,6 +140,14 @@ class FalconTrainingArguments(TrainingArguments):
             raise ValueError(f"`pass_decay` is {self.pass_decay}: give a number above 0, at most 1.")
         if self.muon and self.fsdp:
             raise ValueError("`muon` is True and `fsdp` is given: Muon needs whole matrices, leave out one of them.")
+        if self.push_to_hub:
+            raise ValueError(
+                "`push_to_hub` is True, but Trainer would push no whole drafter: run `hf-falcon push OUTPUT_DIR "
+                "user/name` after the training, which also pushes its code and card."
+            )
+        for name in ("label_smoothing_factor", "neftune_noise_alpha"):
+            if getattr(self, name):
+                raise ValueError(f"`{name}` is {getattr(self, name)}: the loss of a drafter has no such term.")
         for name in ("regression_weight", "distillation_weight", "feature_noise", "max_minutes"):
             if (value := getattr(self, name)) is not None and not 0 <= value < math.inf:
                 raise ValueError(f"`{name}` is {value}: give 0 or more.")
@@ -391,18 +399,23 @@ class FalconTrainer(Trainer):
         return optimizer
 
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> LengthGroupedSampler:
-        return self._sampler(self.train_dataset, self.args.train_batch_size, self.args.gradient_accumulation_steps)
+        # Smaller than the argument where `auto_find_batch_size` has lowered it.
+        return self._sampler(self.train_dataset, self._train_batch_size, self.args.gradient_accumulation_steps)
 
     def _get_eval_sampler(self, eval_dataset: Any) -> LengthGroupedSampler:
-        return self._sampler(eval_dataset, self.args.eval_batch_size)
+        return self._sampler(eval_dataset, self.args.eval_batch_size, is_held_out=True)
 
-    def _sampler(self, samples: DraftSamples, batch_size: int, accumulated: int = 1) -> LengthGroupedSampler:
+    def _sampler(
+        self, samples: DraftSamples, batch_size: int, accumulated: int = 1, is_held_out: bool = False
+    ) -> LengthGroupedSampler:
         """The same samples in each step, however many processes and accumulated batches share them."""
         processes, size = self.args.world_size, len(samples)
         step = batch_size * processes * accumulated
-        if self.args.dataloader_drop_last:
+        drops = self.args.dataloader_drop_last
+        if drops and not is_held_out:
             size -= size % step
-        elif processes > 1:
+        # The loader would drop held-out samples as well.
+        elif processes > 1 or drops:
             # Otherwise accelerate fills it up with samples of the next batches, which would count twice.
             size += -size % (batch_size * processes)
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
@@ -515,10 +528,10 @@ class FalconTrainer(Trainer):
         if args.should_save:
             empty(scratch)
         self.accelerator.wait_for_everyone()
-        # Trainer writes file by file, deletes old checkpoints before the new one is complete, and uploads its folder.
-        # So it writes to another folder, and the rest follows once the checkpoint is in its place.
+        # Trainer writes file by file, and deletes old checkpoints before the new one is complete. So it writes to
+        # another folder, and the rest follows once the checkpoint is in its place.
         self.args = copy.copy(args)
-        self.args.output_dir, self.args.save_total_limit, self.args.push_to_hub = str(scratch), None, False
+        self.args.output_dir, self.args.save_total_limit = str(scratch), None
         try:
             super()._save_checkpoint(model, trial)
         finally:
@@ -533,8 +546,6 @@ class FalconTrainer(Trainer):
             publish(scratch / name, place)
             prune(args.output_dir, args.save_total_limit, {str(place), str(self.state.best_model_checkpoint)})
             shutil.rmtree(scratch)
-        if args.push_to_hub:
-            self._push_from_checkpoint(str(place))
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """See [`~transformers.Trainer.save_model`]. Also sums up the tokens seen, as all processes call this."""
@@ -581,24 +592,26 @@ class _RunningSums:
     """Sums of the loss parts and of hits by depth since the last call of `take`."""
 
     def __init__(self) -> None:
-        self._results: list[tuple[DraftLoss, Tensor]] = []
+        # Of losses and weight, of positions by depth, and of hits.
+        self._sums: list[Tensor] | None = None
         self._tokens = 0
         self._since = time.perf_counter()
 
+    @torch.no_grad()
     def add(self, result: DraftLoss, weight: Tensor, tokens: int) -> None:
-        self._results.append((result, weight))
+        losses = weight * torch.stack((result.regression, result.distillation, torch.ones_like(weight)))
+        new = [losses.detach(), result.counts, result.correct]
+        self._sums = new if self._sums is None else [before + more for before, more in zip(self._sums, new)]
         self._tokens += tokens
 
     def take(self, add_processes: Callable[[Tensor], Tensor]) -> dict[str, float]:
         """Weighted means over all batches; `add_processes` adds up the sums of all processes. Resets the sums."""
-        results, tokens, seconds = self._results, self._tokens, time.perf_counter() - self._since
+        sums, tokens, seconds = self._sums, self._tokens, time.perf_counter() - self._since
         self.__init__()  # type: ignore[misc]
-        if not results:
+        if sums is None:
             return {}
-        counts = torch.stack([r.counts for r, _ in results]).sum(0)
-        correct = torch.stack([r.correct for r, _ in results]).sum(0)
-        losses = torch.stack([w * torch.stack((r.regression, r.distillation, torch.ones_like(w))) for r, w in results])
-        local = [losses.sum(0), counts.new_tensor([tokens]), counts, correct.flatten()]
+        losses, counts, correct = sums
+        local = [losses, counts.new_tensor([tokens]), counts, correct.flatten()]
         values = add_processes(torch.cat([part.float() for part in local])).cpu()
         regression, distillation, weight, tokens = values[:4].tolist()
         metrics = {
@@ -650,3 +663,6 @@ class _TimeLimit(TrainerCallback):
         if self._add_processes(torch.tensor(int(time.monotonic() > self._end))) > 0:
             control.should_save = True
             control.should_training_stop = True
+            if args.save_strategy == SaveStrategy.BEST:
+                # An evaluation would decide whether to save.
+                control.should_evaluate = False
