@@ -79,7 +79,7 @@ def main() -> None:
     try:
         draw(arguments, found, list(drafters), arguments.output / "study.png")
     except ImportError:
-        print("No study.png: matplotlib is not installed. Run `pip install hf-falcon[bench]`.")
+        print("No study.png: matplotlib is not installed. Run `pip install 'hf-falcon[bench]'`.")
 
 
 def cell(name: str, nodes: int, passes: int) -> str:

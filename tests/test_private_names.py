@@ -9,6 +9,8 @@ import hf_falcon
 PACKAGE = Path(hf_falcon.__file__).parent
 # Private names of torch and accelerate, which the hook does not collect.
 OTHER_LIBRARIES = {
+    "_C",
+    "_aoti",
     "_buffers",
     "_compiled_call_impl",
     "_dynamo",

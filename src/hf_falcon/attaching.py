@@ -25,7 +25,7 @@ from .core.hook import default_generation_params, is_drafter, plain_reason, regi
 from .cpu.background_builds import build_in_background, check_background_build, end_build
 from .drafters.lookup_drafter import LOOKUP
 from .drafters.mtp import MTP, MtpDrafter
-from .learning.learner import learner_of, start_learning
+from .learning.learner import check_whether_it_learns, learner_of, start_learning
 from .learning.options import LearningOptions
 from .pipelines import load_by_name
 
@@ -98,9 +98,10 @@ def attach(
     drafter.check_target(target)
     if compile:
         check_background_build(target)
-    earlier = attached_drafter(target)
-    if earlier is not None and earlier is not drafter and (learner := learner_of(earlier)) is not None:
-        learner.close()
+    if learn is not False:
+        check_whether_it_learns(drafter)
+    if attached_drafter(target) is not drafter:
+        _end_learning(target)
     if learn is not False:
         start_learning(drafter, target, learn)
     _attached[target] = drafter
@@ -117,8 +118,15 @@ def detach(target: PreTrainedModel) -> None:
         target ([`PreTrainedModel`]): the target.
     """
     end_build(target)
-    drafter = _attached.pop(target, None)
-    if drafter is not None and (learner := learner_of(drafter)) is not None:
+    _end_learning(target)
+    _attached.pop(target, None)
+
+
+def _end_learning(target: PreTrainedModel) -> None:
+    """Ends what the attached drafter learns from this target."""
+    drafter = _attached.get(target)
+    learner = None if drafter is None else learner_of(drafter)
+    if learner is not None and learner.watches(target):
         learner.close()
 
 

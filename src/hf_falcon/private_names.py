@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface, GenerationConfig, HfArgumentParser, LogitsProcessor, PreTrainedModel
+from transformers import AttentionInterface, GenerationConfig, LogitsProcessor, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .core.hook import private_name
@@ -65,7 +65,17 @@ def add_field(parser: Any, field: Any) -> None:
     Adds a field of a data class to a parser as [`~transformers.HfArgumentParser`] does, which has no public method for
     a single one. If transformers has none of this name, the commands that train end in an error that says so.
     """
+    from transformers import HfArgumentParser
+
     private_name(HfArgumentParser, "_parse_dataclass_field", "read the arguments of Trainer")(parser, field)
+
+
+def without_mark_of_origin(fields: dict[str, Any]) -> dict[str, Any]:
+    """
+    The fields of a generation configuration's file without the mark that they come from the model's configuration: with
+    it transformers drops fields that it does not know. A version without this mark keeps them.
+    """
+    return {name: value for name, value in fields.items() if name != "_from_model_config"}
 
 
 def leave_past_recording(layer: Any) -> None:

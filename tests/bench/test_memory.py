@@ -3,10 +3,7 @@
 
 import pytest
 from eagle3_models import REFERENCES, new_eagle3, reference_target
-from tiny_models import (
-    new_drafter,
-    tiny_target,
-)
+from tiny_models import new_drafter, new_target, tiny_target
 
 from hf_falcon import AutoDrafter
 from hf_falcon.bench.memory import drafter_bytes, weight_bytes
@@ -48,8 +45,8 @@ def test_memory_of_a_drafter_whose_file_names_no_layers():
     assert drafter_bytes(drafter, target, 20) > weight_bytes(drafter)
 
 
-def test_memory_of_a_drafter_that_no_call_has_used_yet(tmp_path):
+def test_memory_of_a_drafter_that_no_call_has_used_yet():
     """The layers that most published EAGLE-3 drafters read follow from the target."""
-    target = tiny_target()
+    target = new_target("llama", num_hidden_layers=8)
     drafter = new_eagle3(target, eagle_aux_hidden_state_layer_ids=None)
     assert drafter_bytes(drafter, target, 300) > weight_bytes(drafter)

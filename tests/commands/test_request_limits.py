@@ -267,6 +267,20 @@ def test_settings_of_the_template_and_of_the_answer(address):
     assert post(address, {**BODY, "messages": [{"role": "user", "content": parts}]})[0] == 200
 
 
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"type": "input_image", "image_url": "data:image/png;base64,AA=="},
+        {"role": "user", "content": [{"type": "input_image", "image_url": "data:image/png;base64,AA=="}]},
+        {"type": "function_call_output", "call_id": "a", "output": [{"type": "input_file", "file_id": "b"}]},
+    ],
+    ids=["item", "message", "output"],
+)
+def test_responses_are_of_texts(address, item):
+    status, answer = post(address, {"input": [{"type": "input_text", "text": "abc"}, item]}, path="/v1/responses")
+    assert status == 400 and "this server takes texts only" in message(answer)
+
+
 def test_biases_of_completions(address):
     body = {"prompt": "abc", "max_tokens": 4}
     found = [

@@ -388,6 +388,7 @@ def test_a_short_answer_is_written_without_the_drafter_where_its_pass_over_the_p
 def test_reading_a_text_for_a_probe_is_paid_by_later_calls():
     """In the same call it is no reason not to probe: it was read."""
     stats = AcceptanceStats()
+    stats.drafted_rounds = 1
     policy = adaptive(stats)
     assert policy.decide().draft
     time = RoundTime(reading=40.0, drafting=0.0, passes=0, target=1.0)
@@ -420,7 +421,7 @@ def test_an_interrupted_first_tree_does_not_end_drafting():
     costs.observe_target(3, 60.0)
     probs = torch.tensor([0.8, 0.5, 0.3]).log()
     assert policy.decide().size(probs) == 0
-    for _ in range(300):
+    for _ in range(2100):
         time = RoundTime(commit=0.05, drafting=0.0, passes=0, target=1.0)
         tree = single_node(torch.zeros(1, dtype=torch.long))
         policy.update(RoundOutcome(policy.decide(), tree, torch.arange(1), 0, time=time))

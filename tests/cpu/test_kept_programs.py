@@ -460,18 +460,8 @@ def test_states_of_attention_and_of_keys(monkeypatch):
     names = {shelf_of(target).name}
     target.config._attn_implementation = "eager"
     names.add(shelf_of(target).name)
-    target.config._experts_implementation = "eager"
+    target.config._experts_implementation = "grouped_mm"
     names.add(shelf_of(target).name)
     target.config.labels = {1: "a", "b": 2}
     names.add(shelf_of(target).name)
     assert len(names) == 4
-
-
-def test_kept_code_that_was_never_faster_is_not_loaded(tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
-    target = new_target("llama")
-    shelf = shelf_of(target)
-    shelf.offer()
-    shelf.take_note("rounds", {"1": False, "8": False})
-    monkeypatch.setattr(kept_rounds, "CompiledRounds", pytest.fail)
-    assert kept_rounds.rounds_for(target) is None

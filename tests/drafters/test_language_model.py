@@ -24,6 +24,7 @@ from tiny_models import (
     tiny_tokenizer,
 )
 from transformers import LlamaForCausalLM, StaticCache, pipeline
+from utilities import changes_nothing
 
 import hf_falcon
 from hf_falcon import AutoDrafter, CausalLMDrafter
@@ -60,7 +61,7 @@ def forwards(model):
     def count(module, inputs, named):
         counts.append(named["input_ids"].shape[1])
 
-    handle = model.register_forward_pre_hook(count, with_kwargs=True)
+    handle = model.register_forward_pre_hook(changes_nothing(count), with_kwargs=True)
     try:
         yield counts
     finally:
@@ -344,13 +345,12 @@ def test_a_draft_model_in_training_mode_draws_nothing():
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize(
-    "name, field", [("gpt2", "n_positions"), ("gpt-neo", "max_position_embeddings"), ("opt", None)]
-)
-def test_a_text_longer_than_the_draft_models_table(name, field):
+@pytest.mark.parametrize("name", ["gpt2", "gpt-neo", "opt"])
+def test_a_text_longer_than_the_draft_models_table(name):
     """Nothing is drafted behind it; the target may have a longer one."""
     target = tiny_target("llama")
-    drafter = CausalLMDrafter(new_target(name, **{field or "max_position_embeddings": 100}))
+    table = {"max_position_embeddings": 100, **({"n_positions": 100} if name == "gpt2" else {})}
+    drafter = CausalLMDrafter(new_target(name, **table))
     for length in (12, 120):
         found = generate(target, prompt(length), drafter, max_new_tokens=60, **SCHEDULES["constant"])
         assert found.sequences.tolist() == generate(target, prompt(length), max_new_tokens=60).tolist()

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import simulated_device
 import torch
+from utilities import changes_nothing
 
 NEW_TOKENS = 10
 CHAIN = [[0], [0, 0], [0, 0, 0], [1], [1, 0]]
@@ -111,7 +112,11 @@ def rounds(target, drafter, ids, **settings) -> list[tuple[int, int]]:
         # The first call of a kind probes the target.
         target.generate(simulated_device.on_device(ids), **{**settings, "max_new_tokens": 1})
         hook = target.register_forward_pre_hook(
-            lambda model, args, inputs: seen.append((counts.syncs.total(), counts.launches, len(inputs["input_ids"]))),
+            changes_nothing(
+                lambda model, args, inputs: seen.append(
+                    (counts.syncs.total(), counts.launches, len(inputs["input_ids"]))
+                )
+            ),
             with_kwargs=True,
         )
         torch.manual_seed(0)

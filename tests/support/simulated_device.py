@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
+from utilities import changes_nothing
 
 if not hasattr(registration, "_setup_privateuseone_for_python_backend"):
     pytest.skip(f"torch {torch.__version__} has no devices written in Python", allow_module_level=True)
@@ -91,7 +92,7 @@ class Counts:
             def change(*arguments: Any) -> None:
                 self._paused += by
 
-            return change
+            return changes_nothing(change)
 
         hooks = [module.register_forward_pre_hook(pause(1)), module.register_forward_hook(pause(-1))]
         yield

@@ -32,6 +32,12 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
+def changes_nothing(hook):
+    """Marks a hook that only counts, or breaks a call off: the probe then need not try its target anew."""
+    hook.__module__ = "hf_falcon.tests"
+    return hook
+
+
 def close(actual, expected, tolerance=1e-5):
     torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
 

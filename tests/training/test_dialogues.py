@@ -112,14 +112,19 @@ def test_data_sets(tmp_path, monkeypatch, records):
     assert list(messages_of(folder, "test")) == EXPECTED[2:]
     with pytest.raises(ValueError, match="train_sft"):
         list(messages_of(folder, "train_sft"))
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, split, streaming: [{"body": f"{name} {split}"}])
-    with pytest.raises(ValueError, match="some/set, record 1: .*some/set train.*has none of `conversations`"):
-        list(messages_of("some/set"))
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, kind, split, streaming: [{"body": f"{name} {kind} {split}"}]
+    )
+    for name, kind in (("some/set", None), ("some/set:all", "all")):
+        with pytest.raises(
+            ValueError, match=f"{name}, record 1: .*some/set {kind} train.*has none of `conversations`"
+        ):
+            list(messages_of(name))
 
 
 def test_data_sets_without_datasets(monkeypatch):
     monkeypatch.setattr("hf_falcon.training.dialogues.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(OSError, match="pip install hf-falcon.train."):
+    with pytest.raises(OSError, match="pip install 'hf-falcon.train.'"):
         list(messages_of("some/set"))
 
 

@@ -23,10 +23,11 @@ from ..core.draft_options import DraftOptions
 from ..core.interfaces import Drafter, target_acceleration
 from ..core.policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, acceptance_stats_of
 from ..core.probe import TREES
-from ..core.target_parts import CACHE_NAME, FeatureTap
+from ..core.target_parts import CACHE_NAME, FeatureTap, rope_boundary
 from ..core.target_run import TargetRun
 from ..core.tree import Branches, chain
 from ..cost_files import save
+from ..drafters.language_model_runs import most_positions
 from ..verdicts import verdict_of_prompt
 
 # Draft nodes at which the target is timed; between them its time is interpolated.
@@ -192,8 +193,11 @@ def target_seconds(
         seconds (`float`): how long it is timed, at least once for each size.
         feature_layers (`list[int]`, *optional*): the layers that a drafter reads; compiled rounds give none.
     """
-    input_ids = torch.randint(target.config.get_text_config(decoder=True).vocab_size, (1, context))
-    input_ids = input_ids.to(target.device)
+    config, table = target.config.get_text_config(decoder=True), most_positions(target)
+    if rope_boundary(config)[0] == context:
+        # Where the prompt runs anew in every round.
+        context += 1
+    input_ids = torch.randint(config.vocab_size, (1, context)).to(target.device)
     takes_trees = verdict_of_prompt(target, input_ids).way == TREES
 
     def start() -> TargetRun | ChainRun:
@@ -216,7 +220,7 @@ def target_seconds(
         times[size].append(sum(watch.seconds(wait=True) or ()))
         # A recurrent state would have to run rejected tokens again. A tree's are dropped: the context stays as long.
         run.accept([torch.arange(0 if takes_trees else size + 1)])
-        if run.length > 2 * context:
+        if run.length > 2 * context or (table is not None and context < run.length >= table - max_nodes - 1):
             run = start()
     return {size: statistics.median_low(found) for size, found in times.items()}
 

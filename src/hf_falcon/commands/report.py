@@ -22,7 +22,7 @@ class Row:
         assisted_seconds (`float`): Median time with the drafter.
         tau (`float`): Accepted draft tokens a round.
         alpha (`float`): Accepted draft tokens as a share of all new tokens.
-        identical (`bool`): Whether both gave the same tokens in float32.
+        identical (`bool`): Whether both gave the same tokens where they are compared.
     """
 
     name: str

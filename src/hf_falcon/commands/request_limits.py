@@ -282,14 +282,18 @@ def _check_stops(stops: Any) -> None:
 
 def _check_parts(*texts: Any) -> None:
     """transformers would leave out what is no text, and answer a question about an image that nobody has seen."""
-    messages = [message for each in texts if isinstance(each, list) for message in each if isinstance(message, dict)]
-    for part in (part for message in messages for part in _list(message.get("content")) if isinstance(part, dict)):
+    # The items of `/v1/responses` may themselves be parts, or have an output.
+    items = [item for each in texts for item in _dicts(each)]
+    for part in (
+        *items,
+        *(part for item in items for name in ("content", "output") for part in _dicts(item.get(name))),
+    ):
         if isinstance(kind := part.get("type"), str) and any(word in kind for word in _NO_TEXTS):
             raise ValueError(f"A message has a part of type {short(kind)}: this server takes texts only.")
 
 
-def _list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
+def _dicts(value: Any) -> list[dict[str, Any]]:
+    return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []
 
 
 def _check_bias(bias: dict[str, Any], vocab_size: int) -> None:

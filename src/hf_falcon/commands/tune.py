@@ -17,6 +17,7 @@ from ..bench.tuning import fastest_count, picture, tune
 from ..cpu.compiling import compile_rounds
 from ..cpu.kept_rounds import offer_rounds
 from ..cpu.packing import pack_weights
+from ..private_names import without_mark_of_origin
 from ..training.chat_templates import template_variables
 from ..training.token_file import write_atomically
 from .models import encode, load_network, load_target, note_other_variables, resolve_device
@@ -88,4 +89,5 @@ def keep_calibration(folder: Path, calibration: list[float], drafter: Any) -> No
         # What a language model reads from its configuration where it has no such file, such as its last token.
         model = getattr(drafter, "model", None)
         kept = {} if model is None else json.loads(model.generation_config.to_json_string())
+    kept = without_mark_of_origin(kept)
     write_atomically(file, (json.dumps({**kept, "draft_calibration": calibration}, indent=2) + "\n").encode())

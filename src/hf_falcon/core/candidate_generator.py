@@ -321,13 +321,13 @@ class FalconCandidateGenerator(CandidateGenerator):
             self._drop_oldest(waiting, 0 if isinstance(self.policy, PlainPolicy) else _MOST_UNCOMMITTED)
         tree_round = self._tree.start(max_depth)
         drafted: DraftedBlocks | None = None
-        if drafts and self._block is not None:
+        if begins := drafts and self._block is not None:
             self._read_context(input_ids)
             with self._acceleration.drafting(self.head):
                 drafted = self._grow(tree_round, self._block, 0)
         # The first block belongs to the commit: a round may have no further pass.
         self._watch.lap()
-        if drafted is not None:
+        if begins:
             with self._acceleration.drafting(self.head):
                 self._draft_passes(tree_round, drafted)
         self._watch.lap()

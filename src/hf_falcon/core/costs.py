@@ -24,6 +24,8 @@ from .interfaces import part
 
 # Timings that a cost is estimated from, and that the prior counts for; rounds that a timing is kept: the load changes.
 _RECENT, _PRIOR, _ROUNDS_KEPT = 5, 1.0, 256
+# What a plain round counts for there: probes, while drafting is paused, are to know what earlier ones cost.
+_PLAIN_ROUND = 1 / 8
 # The factor between the costs that decisions are made with. In bfloat16 the size of a tree decides how its logits are
 # rounded: costs that change with every timing would flip near-ties from run to run.
 _STEP = 1.15
@@ -82,19 +84,19 @@ class _Cost:
     def __init__(self, prior: float):
         self.value = self._prior = prior
         # Replaced as a whole: threads share it.
-        self._recent: tuple[tuple[int, float], ...] = ()
+        self._recent: tuple[tuple[float, float], ...] = ()
 
     @property
     def is_known(self) -> bool:
         """Whether the cost is estimated from as many timings as it ever is."""
         return len(self._recent) == _RECENT
 
-    def observe(self, cost: float, now: int) -> bool:
+    def observe(self, cost: float, now: float) -> bool:
         """Takes a timing of round `now`. Returns whether the cost has changed."""
         self._recent = (*self._recent[1 - _RECENT :], (now, max(cost, _LEAST)))
         return self.forget(now)
 
-    def forget(self, now: int) -> bool:
+    def forget(self, now: float) -> bool:
         """Forgets what is too old at round `now`. Returns whether the cost has changed."""
         self._recent = recent = tuple(each for each in self._recent if each[0] >= now - _ROUNDS_KEPT)
         before, count = self.value, len(recent)
@@ -130,8 +132,8 @@ class Costs:
         # Seconds of the latest plain steps; plain steps that are due; rounds until the next is, now and at first.
         self._plain: deque[float] = deque(maxlen=3)
         self._due, self._left, self._interval = 1, _SHORTEST_INTERVAL, _SHORTEST_INTERVAL
-        # Rounds so far.
-        self._now = 0
+        # Rounds so far, plain ones for less; and drafted ones.
+        self._now, self._drafted = 0.0, 0
         # Tokens of the largest forward so far, and how often the costs of forwards have changed.
         self.largest, self.version = 1, 0
 
@@ -163,8 +165,8 @@ class Costs:
 
     def observe_target(self, nodes: int, seconds: float) -> None:
         """Takes the seconds of a round's forward over `nodes` tokens, the root among them."""
-        self._now += 1
         # Also where no tree runs: a size that looked dear once would never be timed again.
+        self._now += 1.0 if nodes > 1 else _PLAIN_ROUND
         self.version += sum([cost.forget(self._now) for cost in list(self._forwards.values())])
         if nodes == 1:
             self._plain.append(seconds)
@@ -187,10 +189,11 @@ class Costs:
 
     def observe_drafting(self, commit_seconds: float | None, pass_seconds: float, passes: int) -> None:
         """Takes the seconds of a round's drafting: of its commit, where known, and of all its `passes` after it."""
+        self._drafted += 1
         if self._plain and commit_seconds is not None:
-            self._commit.observe(commit_seconds / self._plain_seconds, self._now)
+            self._commit.observe(commit_seconds / self._plain_seconds, self._drafted)
         if self._plain and passes:
-            self._pass.observe(pass_seconds / passes / self._plain_seconds, self._now)
+            self._pass.observe(pass_seconds / passes / self._plain_seconds, self._drafted)
 
     def plain_steps(self, seconds: float) -> float:
         """How many plain steps take so long; 0 before any was timed."""

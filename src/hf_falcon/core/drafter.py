@@ -79,8 +79,7 @@ class DraftModel(PreTrainedModel):
             `torch.LongTensor` of shape `(batch, length)`, or a [`FalconGenerateOutput`] with
             `return_dict_in_generate=True`.
         """
-        for name in ("tokenizer", "assistant_tokenizer"):
-            kwargs.pop(name, None)
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("tokenizer", "assistant_tokenizer")}
         observe = part("learning")
         with nullcontext() if observe is None else observe(self, target) as observer:
             return assisted_decoding(target, self, *args, observer=observer, **kwargs)

@@ -200,8 +200,7 @@ def _wrap_assisted_decoding(stock: Callable[..., Any]) -> Callable[..., Any]:
         if not is_drafter(assistant):
             with _refusing(assistant):
                 return stock(self, *args, **kwargs)
-        for name in ("assistant_model", "inputs_tensor"):
-            kwargs.pop(name, None)
+        kwargs = {name: value for name, value in kwargs.items() if name not in ("assistant_model", "inputs_tensor")}
         settings, config = _settings_of_call.get(), kwargs.get("generation_config")
         if settings is not None and config is not None:
             # `generate` has copied the configuration for this call.

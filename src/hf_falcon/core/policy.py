@@ -365,7 +365,7 @@ class AdaptivePolicy(DraftPolicy):
         self._max_depth = options.num_draft_passes * block_size
         self._most_nodes = options.num_assistant_tokens + most_deferred
         self._version = -1
-        # What reading the text for probes cost, in tokens. Later calls pay for it, not more probes in this one.
+        # What reading the prompt for a probe cost, in tokens. Later calls pay for it, not more probes in this one.
         self._spent = 0.0
         self._read_costs()
 
@@ -444,9 +444,9 @@ class AdaptivePolicy(DraftPolicy):
                 costs.observe_drafting(time.commit, time.drafting, time.passes)
             drafting = costs.commit + costs.draft_pass * time.passes
             cost += drafting
-            if stats.accepted_tokens <= stats.rate * stats.cost:
+            if stats.drafted_rounds > 0 and stats.accepted_tokens <= stats.rate * stats.cost:
                 spent = stats.rate * costs.plain_steps(time.reading)
-                stats.credit, self._spent = stats.credit - spent, self._spent + spent
+                stats.credit, self._spent = stats.credit - spent, self._spent or spent
             self._update_passes(outcome, is_new_text)
             if is_new_text:
                 expected, shares = _expected_tokens(outcome.tree, outcome.path)

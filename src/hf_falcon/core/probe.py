@@ -12,7 +12,7 @@ import inspect
 import itertools
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -152,7 +152,8 @@ def probe(
         if tries_trees and files is not None and files.knows(model, kinds):
             known[key] = Verdict(TREES)
         else:
-            known[key] = _try_ways(model, min(rows, 2), generation_config, model_kwargs, tries_trees)
+            tried = rows if peft_sets(model, "adapter_names") else min(rows, 2)
+            known[key] = _try_ways(model, tried, generation_config, model_kwargs, tries_trees)
             if files is not None and known[key].way == TREES:
                 files.remember(model, kinds)
     return known[key]
@@ -187,7 +188,10 @@ def _state_of(model: PreTrainedModel) -> Hashable:
 def _changes_of(model: PreTrainedModel, module: torch.nn.Module) -> Iterator[Hashable]:
     """A module's hooks and its own forward; not ours and those of `output_hidden_states`, which change nothing."""
     for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
-        if not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_OWN_MODULES):
+        # New objects in every call: PEFT's choice of an adapter for each row.
+        if "adapter_names" in getattr(hook, "keywords", {}):
+            yield "adapter_names"
+        elif not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_OWN_MODULES):
             yield _identity(model, hook)
     forward = vars(module).get("forward")
     if forward is not None and not type(forward).__module__.startswith(_OWN_MODULES):
@@ -198,7 +202,15 @@ def _identity(model: PreTrainedModel, method: Any) -> Hashable:
     """A function that holds neither the model nor a wrapper, such as PEFT's, whose adapter counts as well."""
     owner, function = getattr(method, "__self__", None), getattr(method, "__func__", method)
     adapter = None if owner is None or owner is model else str(getattr(owner, "active_adapter", None))
-    return weakref.ref(function), None if owner is None else weakref.ref(owner), adapter
+    return _by_identity(function), None if owner is None else _by_identity(owner), adapter
+
+
+def _by_identity(value: Any) -> Hashable:
+    # A data class has no hash, and an object with slots no weak reference.
+    with suppress(TypeError):
+        hash(found := weakref.ref(value))
+        return found
+    return type(value), id(value)
 
 
 def _try_ways(
@@ -422,9 +434,8 @@ def _no_probe_reason(model: PreTrainedModel) -> str | None:
     if not any(name in inspect.signature(model.forward).parameters for name in CACHE_NAMES):
         return f"the target takes no `{CACHE_NAME}`"
     if any(quantised_layers(model)):
-        refusal = part("quantised")
-        reason: str | None = _NO_QUANTISED if refusal is None else refusal(model)
-        return reason
+        refusal: Callable[[PreTrainedModel], str | None] | None = part("quantised")
+        return _NO_QUANTISED if refusal is None else refusal(model)
     return None
 
 

@@ -88,8 +88,8 @@ def compile_rounds(
         `list[int]`: the sizes for which compiled forwards are faster, and are used.
 
     Raises:
-        `ValueError`: for invalid sizes, for a target whose forward cannot be compiled (it is in training mode, or
-            torch is older than 2.8, for example), with the reason, and for a drafter that was made for another target.
+        `ValueError`: for invalid sizes, for a target whose forward cannot be compiled (it is in training mode, for
+            example), with the reason, and for a drafter that was made for another target.
         `TypeError`: for a drafter of another class, or one that was loaded with its repository's own code.
         `RuntimeError`: if `torch.compile` fails, for example without a C++ compiler. Nothing is compiled then.
     """
@@ -234,9 +234,7 @@ def check_whether_possible(target: PreTrainedModel) -> None:
         `ValueError`: if the rounds of a target cannot be compiled, with the reason.
     """
     reason = None
-    if not hasattr(torch.compiler, "skip_guard_on_globals_unsafe"):
-        reason = f"torch {torch.__version__} is too old for it (install 2.8 or later)"
-    elif target.get_output_embeddings() is None:
+    if target.get_output_embeddings() is None:
         reason = "it has no LM head (load it with `AutoModelForCausalLM`)"
     if reason is not None:
         raise ValueError(f"The rounds of {type(target).__name__} cannot be compiled: {reason}.")

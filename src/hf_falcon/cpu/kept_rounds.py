@@ -143,9 +143,6 @@ def _kept_rounds(target: PreTrainedModel) -> CompiledRounds | None:
                 "differ): rounds run uncompiled. `hf-falcon tune --compile` compiles for this one."
             )
         return None
-    if not any((shelf.note("rounds") or {}).values()):
-        # No size was faster.
-        return None
     rounds = CompiledRounds(target, CompileConfig(), shelf)
     rounds.is_kept = True
     with torch.no_grad():

@@ -87,8 +87,7 @@ class Learner:
         options: LearningOptions | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ):
-        if (reason := unsupported_reason(drafter)) is not None:
-            raise ValueError(f"The drafter cannot learn: {reason}.")
+        check_whether_it_learns(drafter)
         if drafter in _learners:
             raise ValueError("The drafter has a learner already: close it first (`learner.close()`, or `detach`).")
         drafter.check_target(target)
@@ -133,6 +132,7 @@ class Learner:
         self._wake = threading.Event()
         self._work = self._units()
         if self.options.folder is not None:
+            _leave_orphans(Path(self.options.folder))
             self._resume(drafter, Path(self.options.folder))
         _learners[drafter] = self
         _install()
@@ -677,6 +677,23 @@ def start_learning(
     if not isinstance(learn, LearningOptions):
         learn = LearningOptions(folder=None if isinstance(learn, bool) else learn)
     return Learner(drafter, target, learn)
+
+
+def check_whether_it_learns(drafter: Any) -> None:
+    """
+    Raises:
+        `ValueError`: if a drafter has nothing to learn, with the reason.
+    """
+    if (reason := unsupported_reason(drafter)) is not None:
+        raise ValueError(f"The drafter cannot learn: {reason}.")
+
+
+def _leave_orphans(folder: Path) -> None:
+    """Saves what learners of a folder have learnt whose targets are gone; another one continues it."""
+    for learner in list(_learners.values()):
+        own = learner.options.folder
+        if own is not None and learner._target() is None and Path(own).resolve() == folder.resolve():
+            learner._leave(at_once=True)
 
 
 def _observer_of(drafter: Any, target: PreTrainedModel) -> AbstractContextManager[CallRecorder | None]:

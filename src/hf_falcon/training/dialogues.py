@@ -98,7 +98,8 @@ def read_dialogues(
     Args:
         data (`str` or `Path`):
             A file of JSON or JSON Lines in UTF-8, of Parquet or Arrow; `"sharegpt"`; or a folder or a name on the Hub,
-            for [`~datasets.load_dataset`], which is read as a stream unless `split` is a slice.
+            for [`~datasets.load_dataset`], which is read as a stream unless `split` is a slice. A configuration of the
+            data set follows a colon: `"user/name:configuration"`.
         split (`str`, *optional*, defaults to `"train"`):
             Split of a data set, in the words of `datasets` (`"train[:1000]"`).
         skipped ([`SkippedRecords`], *optional*):
@@ -156,8 +157,9 @@ def _load_dataset(name: str, split: str, file: Path | None) -> Iterator[Any]:
                 raise ValueError(f"`split` is {split!r}: {name} has {', '.join(rows)}.")
             rows = rows[split]
     else:
+        repository, _, configuration = (name, "", "") if Path(name).exists() else name.partition(":")
         # A slice has to be found first. A stream begins at once, and is not stored.
-        rows = datasets.load_dataset(name, split=split, streaming="[" not in split)
+        rows = datasets.load_dataset(repository, configuration or None, split=split, streaming="[" not in split)
     for row in rows:
         yield _without_none(row)
 
