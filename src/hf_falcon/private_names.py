@@ -72,8 +72,8 @@ def add_field(parser: Any, field: Any) -> None:
 
 def without_mark_of_origin(fields: dict[str, Any]) -> dict[str, Any]:
     """
-    The fields of a generation configuration's file without the mark that they come from the model's configuration: with
-    it transformers drops fields that it does not know. A version without this mark keeps them.
+    The fields of a generation configuration's file without the mark that they come from the model's configuration:
+    with it transformers drops fields that it does not know. A version without this mark keeps them.
     """
     return {name: value for name, value in fields.items() if name != "_from_model_config"}
 
