@@ -49,4 +49,5 @@ def test_memory_of_a_drafter_that_no_call_has_used_yet():
     """The layers that most published EAGLE-3 drafters read follow from the target."""
     target = new_target("llama", num_hidden_layers=8)
     drafter = new_eagle3(target, eagle_aux_hidden_state_layer_ids=None)
+    drafter.config.eagle_aux_hidden_state_layer_ids = None
     assert drafter_bytes(drafter, target, 300) > weight_bytes(drafter)
