@@ -27,8 +27,6 @@ def drafter_bytes(drafter: Drafter, target: PreTrainedModel, context: int) -> in
     if drafter.max_draft_passes == 0:
         # What is looked up is in no tensor.
         return 0
-    # Some drafters know only then which layers they read, and no call may have run.
-    drafter.check_target(target)
     generator = FalconCandidateGenerator(drafter, target)
     width = target.get_output_embeddings().weight.shape[-1] * (1 + len(drafter.config.feature_layers or ()))
     # The values of the features do not matter, only that rounds at this length have taken place.
