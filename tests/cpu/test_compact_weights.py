@@ -17,6 +17,7 @@ from hf_falcon.cpu import compact_weights, lent_weights
 from hf_falcon.cpu import skinny_gemm as skinny_gemm
 from hf_falcon.cpu.compact_weights import compact
 from hf_falcon.cpu.compiled_rounds import compiled_rounds_of
+from hf_falcon.cpu.huge_pages import Arena
 from hf_falcon.cpu.packed_layouts import BlockLayout, PackedWeight
 
 GRIDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
@@ -204,8 +205,8 @@ def test_an_lm_head_with_another_forward(target, backend):
 
 
 def test_compiled_code_reads_them(target, backend, monkeypatch):
-    def others(weight):
-        found = compact(weight)
+    def others(weight, arena):
+        found = compact(weight, arena)
         found.tensors[0].mul_(1.5)
         return found
 
@@ -258,8 +259,8 @@ def test_text_equals_plain_by_the_default_compiler(kind, monkeypatch):
 def test_pairs_of_values_are_in_one_word():
     """In the lower bits one of the first eight outputs, above it one of the others."""
     values = torch.randn(32, 3, 5).bfloat16()
-    lanes = compact_weights._in_lanes(values).view(torch.int16).int() & 0xFFFF
+    lanes = compact_weights._in_lanes(values, Arena()).view(torch.int16).int() & 0xFFFF
     low, high = lanes.chunk(2, dim=-1)
-    found = compact_weights._in_pairs(values)
+    found = compact_weights._in_pairs(values, Arena())
     assert found.is_contiguous() and found.shape == (2, 3, 5, 8) and found.dtype == torch.float32
     assert torch.equal(found.view(torch.int32), low | high << 16)

@@ -16,7 +16,7 @@ from hf_falcon.cpu import backend, compiled_passes, huge_pages, lent_weights, pa
 from hf_falcon.cpu.backend import CpuDrafter
 from hf_falcon.cpu.compiled_passes import CompiledPasses
 from hf_falcon.cpu.compiled_rounds import CompiledRounds
-from hf_falcon.cpu.huge_pages import keep_in_huge_pages, move_to_huge_pages
+from hf_falcon.cpu.huge_pages import Arena, keep_in_huge_pages, move_to_huge_pages
 from hf_falcon.cpu.packing import PackedLinear
 
 SIZE = 1 << 21
@@ -183,3 +183,28 @@ def test_the_head_of_compiled_passes_is_moved_if_it_is_no_part_of_the_target(dra
     target = tiny_target("llama")
     head = CompiledPasses(4, CompileConfig()).take(new_drafter(target, draft_vocab_size=draft_vocab_size), target)
     assert found == ([] if draft_vocab_size is None else [head.linear])
+
+
+def test_an_arena(settings, advised):
+    """Tensors of one chunk share memory, that Linux is asked for huge pages of before it is written."""
+    arena = Arena()
+    first, second = arena.empty((3, 5), torch.bfloat16), arena.empty([7], torch.float32)
+    third = arena.empty((huge_pages._CHUNK + 1,), torch.uint8)
+    assert (first.shape, first.dtype, second.shape, second.dtype) == ((3, 5), torch.bfloat16, (7,), torch.float32)
+    assert first.is_contiguous() and second.data_ptr() - first.data_ptr() == 64 and third.data_ptr() % 64 == 0
+    assert first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+    for each in (first, second):
+        assert torch.equal(each.fill_(2.0), torch.full_like(each, 2.0))
+    assert len(advised) == 2 and all(advice == 14 for *_, advice in advised)
+    for (start, length, _), held in zip(advised, (first, third)):
+        begin = held.untyped_storage().data_ptr()
+        end = begin + held.untyped_storage().nbytes()
+        # Whole pages of this memory, and no other's.
+        assert start % SIZE == length % SIZE == 0 and begin <= start and begin + SIZE > start
+        assert start + length <= end < start + length + SIZE
+
+
+def test_an_arena_where_there_are_no_huge_pages(tmp_path, monkeypatch):
+    monkeypatch.setattr(huge_pages, "_SETTINGS", tmp_path)
+    monkeypatch.setattr(huge_pages.ctypes, "CDLL", pytest.fail)
+    assert Arena().empty((2, 3), torch.float32).fill_(1.0).sum() == 6

@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .huge_pages import Arena
 from .packed_layouts import PackedWeight, has_bfloat16_products
 
 _HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
@@ -121,18 +122,20 @@ class CompactWeight(WeightMark):
         weight (`torch.Tensor` of shape `(out_features, in_features)`): the weight.
         codes (`torch.Tensor` of shape `(out_features, groups, in_features / groups)`): its values in bfloat16, or
             the places of its values on the grid of their group.
+        arena ([`Arena`]): where it is.
         grid (two `torch.Tensor` of shape `(out_features, groups, 1)`, *optional*): steps and offsets. A value is
             `code * step + offset`; the product `code * step` is exact.
     """
 
-    def __init__(self, weight: Tensor, codes: Tensor, grid: tuple[Tensor, Tensor] | None = None):
+    def __init__(self, weight: Tensor, codes: Tensor, arena: Arena, grid: tuple[Tensor, Tensor] | None = None):
         super().__init__(weight)
         self._weight_dtype = weight.dtype
         # Of the codes, also where two of them share a word.
         self.dtype = codes.dtype
         self._in_pairs = _IN_PAIRS and codes.dtype == torch.bfloat16
         # The codes, and the steps and offsets of a grid.
-        self.tensors = [_in_pairs(codes) if self._in_pairs else _in_lanes(codes), *map(_in_lanes, grid or ())]
+        self.tensors = [_in_pairs(codes, arena) if self._in_pairs else _in_lanes(codes, arena)]
+        self.tensors += [_in_lanes(each, arena) for each in grid or ()]
         self.memory = [(each.data_ptr(), each.nbytes) for each in self.tensors]
 
     def suits(self, input: Tensor) -> bool:
@@ -172,27 +175,28 @@ class CompactWeight(WeightMark):
         return [part * step + offset for part, step, offset in zip(parts, steps, offsets)]
 
 
-def compact(weight: Tensor) -> CompactWeight | None:
+def compact(weight: Tensor, arena: Arena | None = None) -> CompactWeight | None:
     """
     A weight in one or two bytes a value, or `None` if its values need all bits of float32, if its shape does not allow
     it, or if the processor has products in bfloat16 and the weight is in it.
 
     Args:
         weight (`torch.Tensor` of shape `(out_features, in_features)`): a linear layer's, on the CPU, packed or not.
+        arena ([`Arena`], *optional*): where to write it; several weights are to share one.
     """
     if weight.dtype not in _MOST_ROWS or weight.shape[0] % _LANES:
         return None
     if weight.dtype == torch.bfloat16 and has_bfloat16_products():
         return None
-    values = weight.detach().to_dense()
+    values, arena = weight.detach().to_dense(), arena or Arena()
     if weight.dtype == torch.bfloat16:
-        return CompactWeight(weight, values[:, None])
+        return CompactWeight(weight, values[:, None], arena)
     if weight.shape[1] % _GROUP == 0:
         for grid in _GRIDS:
             if (found := _on_grid(values.unflatten(1, (-1, _GROUP)), *grid)) is not None:
-                return CompactWeight(weight, found[0], found[1:])
+                return CompactWeight(weight, found[0], arena, found[1:])
     narrow = values.bfloat16()
-    return CompactWeight(weight, narrow[:, None]) if torch.equal(narrow.float(), values) else None
+    return CompactWeight(weight, narrow[:, None], arena) if torch.equal(narrow.float(), values) else None
 
 
 def _on_grid(
@@ -219,19 +223,20 @@ def _farther(low: Tensor, high: Tensor) -> Tensor:
     return torch.where(high > -low, high, low)
 
 
-def _in_lanes(values: Tensor) -> Tensor:
+def _in_lanes(values: Tensor, arena: Arena) -> Tensor:
     """From shape `(outputs, groups, size)` to `(outputs / 16, groups, size, 16)`."""
-    return values.unflatten(0, (-1, _LANES)).permute(0, 2, 3, 1).contiguous()
+    lanes = values.unflatten(0, (-1, _LANES)).permute(0, 2, 3, 1)
+    return arena.empty(lanes.shape, lanes.dtype).copy_(lanes)
 
 
-def _in_pairs(values: Tensor) -> Tensor:
+def _in_pairs(values: Tensor, arena: Arena) -> Tensor:
     """
     As `_in_lanes`, of pairs of bfloat16 values, of shape `(outputs / 16, groups, size, 8)`: a word has one of the
     first eight values in its lower bits, and one of the others above. The words have the dtype float32, because
     compiled code copies vectors of integers as it reads them; it never computes with these numbers.
     """
-    halves = values.unflatten(0, (-1, 2, _LANES // 2))
-    return halves.permute(0, 3, 4, 2, 1).contiguous().view(torch.float32).squeeze(-1)
+    pairs = values.unflatten(0, (-1, 2, _LANES // 2)).permute(0, 3, 4, 2, 1)
+    return arena.empty(pairs.shape, pairs.dtype).copy_(pairs).view(torch.float32).squeeze(-1)
 
 
 def _sample_of(weight: Tensor) -> Tensor:

@@ -7,18 +7,22 @@ time goes to looking addresses up, most of all in a virtual machine.
 from __future__ import annotations
 
 import ctypes
+import math
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
-# MADV_COLLAPSE of Linux 6.1 and later, which the module `mmap` does not have.
-_COLLAPSE = 25
+# MADV_HUGEPAGE; and MADV_COLLAPSE of Linux 6.1 and later, which the module `mmap` does not have.
+_ADVISE, _COLLAPSE = 14, 25
+# Bytes of memory that an arena takes at once, and multiples of which its tensors begin at.
+_CHUNK, _ALIGNED = 2**26, 64
 # Bytes of a model that is copied to be moved, at most.
 _LARGEST_COPY = 2**28
 # The address of the first weight of each model that was moved, at that time.
@@ -42,9 +46,36 @@ def move_to_huge_pages(buffers: Iterable[tuple[int, int]]) -> int:
     if size is None:
         return 0
     pages = sorted({page for start, count in buffers for page in range(start // size, -(-(start + count) // size))})
-    advise = ctypes.CDLL(None).madvise
-    advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    advise = _madvise()
     return size * sum(advise(page * size, size, _COLLAPSE) == 0 for page in pages)
+
+
+class Arena:
+    """
+    Memory for tensors that Linux gives in huge pages when they are first written. To move them there afterwards takes
+    several times as long. Elsewhere it is ordinary memory. It is freed with the last of its tensors.
+    """
+
+    def __init__(self) -> None:
+        self._rest = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """
+        A contiguous tensor whose values are not set.
+
+        Args:
+            shape (sequence of `int`), dtype (`torch.dtype`): those of the tensor.
+        """
+        count = math.prod(shape) * dtype.itemsize
+        taken = -(-count // _ALIGNED) * _ALIGNED
+        if self._rest.numel() < taken:
+            self._rest = torch.empty(max(taken, _CHUNK), dtype=torch.uint8)
+            if (size := _huge_page()) is not None:
+                start, end = self._rest.data_ptr(), self._rest.data_ptr() + self._rest.numel()
+                first, last = -(-start // size), end // size
+                _madvise()(first * size, max(0, last - first) * size, _ADVISE)
+        found, self._rest = self._rest[:count], self._rest[taken:]
+        return found.view(dtype).view(tuple(shape))
 
 
 def keep_in_huge_pages(model: nn.Module) -> None:
@@ -79,6 +110,12 @@ def _can_be_copied(weight: Tensor) -> bool:
 def _copy(weights: Iterable[Tensor]) -> None:
     for weight in weights:
         weight.data = weight.data.clone()
+
+
+def _madvise() -> Any:
+    advise = ctypes.CDLL(None).madvise
+    advise.argtypes = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    return advise
 
 
 def _huge_page() -> int | None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from .compact_weights import CompactWeight, LentWeight, compact
-from .huge_pages import move_to_huge_pages
+from .huge_pages import Arena, move_to_huge_pages
 from .joined_weights import joined_weights
 from .packing import PackedLinear
 from .skinny_gemm import linears_of, skinny_gemm_pays
@@ -41,8 +41,9 @@ class LentWeights:
             `bool`: whether code that was compiled before cannot use them, because dtypes changed.
         """
         # As for skinny products: only with the instructions that it was faster with.
+        arena = Arena()
         found: dict[nn.Linear, LentWeight | None] = {
-            linear: compact(linear.weight) for linear in _linears_of(*models) if skinny_gemm_pays()
+            linear: compact(linear.weight, arena) for linear in _linears_of(*models) if skinny_gemm_pays()
         }
         for linear, joined in itertools.chain.from_iterable(map(joined_weights, models)):
             if found.get(linear) is None:
