@@ -100,10 +100,16 @@ def attach(
         check_background_build(target)
     if learn is not False:
         check_whether_it_learns(drafter)
-    if attached_drafter(target) is not drafter:
-        _end_learning(target)
+    earlier = attached_drafter(target)
+    ended = None if earlier is drafter else _end_learning(earlier, target)
     if learn is not False:
-        start_learning(drafter, target, learn)
+        try:
+            start_learning(drafter, target, learn)
+        except BaseException:
+            # The earlier drafter stays attached.
+            if ended is not None:
+                start_learning(earlier, target, ended)
+            raise
     _attached[target] = drafter
     if compile:
         build_in_background(target, drafter)
@@ -118,16 +124,16 @@ def detach(target: PreTrainedModel) -> None:
         target ([`PreTrainedModel`]): the target.
     """
     end_build(target)
-    _end_learning(target)
-    _attached.pop(target, None)
+    _end_learning(_attached.pop(target, None), target)
 
 
-def _end_learning(target: PreTrainedModel) -> None:
-    """Ends what the attached drafter learns from this target."""
-    drafter = _attached.get(target)
+def _end_learning(drafter: Any, target: PreTrainedModel) -> LearningOptions | None:
+    """Ends what a drafter learns from this target. Returns the options that it learnt with."""
     learner = None if drafter is None else learner_of(drafter)
-    if learner is not None and learner.watches(target):
-        learner.close()
+    if learner is None or not learner.is_of(target):
+        return None
+    learner.close()
+    return learner.options
 
 
 def attached_drafter(target: PreTrainedModel) -> Any:

@@ -3,6 +3,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -391,10 +392,17 @@ def test_reading_a_text_for_a_probe_is_paid_by_later_calls():
     stats.drafted_rounds = 1
     policy = adaptive(stats)
     assert policy.decide().draft
-    time = RoundTime(reading=40.0, drafting=0.0, passes=0, target=1.0)
+    time = RoundTime(reading=40.0, is_first=True, drafting=0.0, passes=0, target=1.0)
     tree = single_node(torch.zeros(1, dtype=torch.long))
-    policy.update(RoundOutcome(policy.decide(), tree, torch.arange(1), 0, time=time))
+    # Each row of a batch has a prompt.
+    for _ in range(2):
+        policy.update(RoundOutcome(policy.decide(), tree, torch.arange(1), 0, time=time))
     assert policy.decide().draft and not adaptive(stats).decide().draft
+    stats.credit += 40.0
+    # What a pause left is a part of the next probe.
+    later = replace(time, reading=1.0, is_first=False)
+    policy.update(RoundOutcome(policy.decide(), tree, torch.arange(1), 0, time=later))
+    assert not adaptive(stats).decide().draft
     # A hundredth of the time.
     assert 3000 < sum(run_rounds(adaptive(stats), 1, 0, 0.05) == 0 for _ in range(5000))
 

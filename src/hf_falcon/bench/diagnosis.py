@@ -658,12 +658,17 @@ def check_cost(case: Case) -> Finding | None:
     is_short = stats.drafted_rounds == 0 and found.rounds <= 2 * len(prompts)
     if is_short or stats.accepted_tokens > cost:
         return None
+    evidence = (
+        f"A drafted round is expected to have {stats.accepted_tokens:.2f} draft tokens accepted, and takes as much "
+        f"longer than a plain step as plain decoding needs for {cost:.2f} tokens. "
+        f"{found.drafted_tokens / found.rounds:.1f} draft tokens a round were verified."
+    )
+    if stats.drafted_rounds == 0:
+        evidence = f"No round drafted: in answers of {case.max_new_tokens} tokens it would cost more than it can gain."
     return Finding(
         "cost",
         "Drafting does not pay on this machine, so `generate` pauses it. This is about speed, not acceptance.",
-        f"A drafted round is expected to have {stats.accepted_tokens:.2f} draft tokens accepted, and takes as much "
-        f"longer than a plain step as plain decoding needs for {cost:.2f} tokens. "
-        f"{found.drafted_tokens / found.rounds:.1f} draft tokens a round were verified.",
+        evidence,
         "`hf-falcon tune` measures what a round costs, and whether fewer threads are faster.",
         0.0,
     )

@@ -309,27 +309,26 @@ class FalconCandidateGenerator(CandidateGenerator):
         drafts = decision.draft and min(max_depth, self.options.num_draft_passes) > 0
         drafts = drafts and (self._next_position is not None or self.policy.begins(max_depth))
         self._watch = Stopwatch(self._device)
-        self._rows, self._new_rows = rows, 0
+        self._rows, self._new_rows, self._is_first = rows, 0, False
         waiting = sum(each.shape[1] for each in self._uncommitted)
         is_full = waiting > _MOST_UNCOMMITTED and not self._reads_text
         if waiting and (drafts or (is_full and self._next_position is not None)):
-            self._new_rows = waiting
+            self._new_rows, self._is_first = waiting, self._next_position is None
             [features, *more], self._uncommitted = self._uncommitted, []
             features = torch.cat((features, *more), dim=1) if more else features
             self.commit(features, self.new_tokens(input_ids, waiting), self._first_position, self._prompt_embeds)
         elif self._next_position is None and not self._reads_text:
             self._drop_oldest(waiting, 0 if isinstance(self.policy, PlainPolicy) else _MOST_UNCOMMITTED)
         tree_round = self._tree.start(max_depth)
-        drafted: DraftedBlocks | None = None
-        if begins := drafts and self._block is not None:
+        if drafts and self._block is not None:
             self._read_context(input_ids)
             with self._acceleration.drafting(self.head):
                 drafted = self._grow(tree_round, self._block, 0)
-        # The first block belongs to the commit: a round may have no further pass.
-        self._watch.lap()
-        if begins:
-            with self._acceleration.drafting(self.head):
+                # The first block belongs to the commit: a round may have no further pass.
+                self._watch.lap()
                 self._draft_passes(tree_round, drafted)
+        else:
+            self._watch.lap()
         self._watch.lap()
         self._drafts = drafts
         return tree_round
@@ -400,10 +399,9 @@ class FalconCandidateGenerator(CandidateGenerator):
         if drafting is not None:
             commit, time.drafting = (self._rows * lap for lap in drafting)
             # The commit of a prompt, or after a pause of drafting, says nothing of a round's.
-            if self._new_rows > _ROWS_OF_A_ROUND:
-                time.reading = commit
-            elif self._new_rows > 0:
-                time.commit = commit
+            time.commit = commit if 0 < self._new_rows <= _ROWS_OF_A_ROUND else None
+            time.reading = commit if self._new_rows > _ROWS_OF_A_ROUND else 0.0
+            time.is_first = self._is_first
         return time
 
     def commit(

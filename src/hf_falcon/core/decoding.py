@@ -191,7 +191,6 @@ def decode(
     cached, drafting = rows, 0
     while unfinished := [row for row in cached if not row.sequence.finished]:
         if drops_rows and len(unfinished) < len(cached):
-            # No row may leave the others then.
             drops_rows = not peft_sets(run.model, "adapter_names")
             if drops_rows:
                 run.select([row.place for row in unfinished])

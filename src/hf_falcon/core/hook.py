@@ -131,11 +131,10 @@ def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         more: dict[str, Any] = call.arguments.setdefault("kwargs", {})
         is_named = "assistant_model" in call.arguments
         assistant: Any = call.arguments.get("assistant_model")
-        # A custom `generate` gets all arguments unchanged. If it calls `generate` again, this wrapper runs then.
-        is_custom = call.arguments.get("custom_generate") is not None
-        # Switched off, but wrapped by others.
+        # Others may have wrapped this function before it was switched off.
         is_off = getattr(GenerationMixin, _DISABLED, False)
-        if is_off or is_custom or (is_named and assistant is None):
+        # A custom `generate` gets all arguments unchanged. If it calls `generate` again, this wrapper runs then.
+        if is_off or (is_named and assistant is None) or call.arguments.get("custom_generate") is not None:
             return stock(self, *args, **kwargs)
         if not is_named or isinstance(assistant, (str, os.PathLike)):
             assistant = _find(self, assistant)

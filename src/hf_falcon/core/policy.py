@@ -257,6 +257,7 @@ class RoundTime:
     Args:
         commit (`float`, *optional*): of the commit and the first block; `None` where it says nothing of other rounds.
         reading (`float`): of a commit of a prompt, or of what a pause left.
+        is_first (`bool`): whether it was the first commit, that of the prompt.
         drafting (`float`, *optional*): of the passes after the commit; `None` where the device was not done yet.
         passes (`int`, *optional*): how many these are; `None` without any drafting.
         target (`float`, *optional*): of the target's forward; `None` where the device was not done yet.
@@ -265,6 +266,7 @@ class RoundTime:
 
     commit: float | None = None
     reading: float = 0.0
+    is_first: bool = False
     drafting: float | None = None
     passes: int | None = None
     target: float | None = None
@@ -365,7 +367,7 @@ class AdaptivePolicy(DraftPolicy):
         self._max_depth = options.num_draft_passes * block_size
         self._most_nodes = options.num_assistant_tokens + most_deferred
         self._version = -1
-        # What reading the prompt for a probe cost, in tokens. Later calls pay for it, not more probes in this one.
+        # What reading prompts for probes cost, in tokens. Later calls pay for it, not more probes in this one.
         self._spent = 0.0
         self._read_costs()
 
@@ -446,7 +448,7 @@ class AdaptivePolicy(DraftPolicy):
             cost += drafting
             if stats.drafted_rounds > 0 and stats.accepted_tokens <= stats.rate * stats.cost:
                 spent = stats.rate * costs.plain_steps(time.reading)
-                stats.credit, self._spent = stats.credit - spent, self._spent or spent
+                stats.credit, self._spent = stats.credit - spent, self._spent + spent * time.is_first
             self._update_passes(outcome, is_new_text)
             if is_new_text:
                 expected, shares = _expected_tokens(outcome.tree, outcome.path)

@@ -44,6 +44,7 @@ from .target_parts import (
     first_step,
     is_compiled,
     is_spread,
+    keywords_of,
     layer_kinds,
     peft_sets,
     quantised_layers,
@@ -62,9 +63,8 @@ _FILLERS = 16
 _TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.07
 # Verdicts that are kept of a target: those of its last adapters and kinds of calls.
 _KEPT = 32
-# Attention functions that take any additive mask.
+# Attention functions that take any additive mask; and modules of hooks that only collect, and of forwards in rounds.
 _MASKED_ATTENTION = ("eager", "sdpa")
-# Of hooks that collect what a forward computes, and of forwards in rounds.
 _OWN_MODULES = (__name__.rpartition(".")[0].removesuffix(".core"), "transformers.utils.output_capturing")
 _NO_CHAINS = "only the installed package verifies chains (`pip install hf-falcon`)"
 _NO_BATCHES = "the batch has several rows, which only the installed package verifies (`pip install hf-falcon`)"
@@ -189,12 +189,11 @@ def _changes_of(model: PreTrainedModel, module: torch.nn.Module) -> Iterator[Has
     """A module's hooks and its own forward; not ours and those of `output_hidden_states`, which change nothing."""
     for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
         # New objects in every call: PEFT's choice of an adapter for each row.
-        if "adapter_names" in getattr(hook, "keywords", {}):
+        if "adapter_names" in keywords_of(hook):
             yield "adapter_names"
         elif not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_OWN_MODULES):
             yield _identity(model, hook)
-    forward = vars(module).get("forward")
-    if forward is not None and not type(forward).__module__.startswith(_OWN_MODULES):
+    if (forward := vars(module).get("forward")) and not type(forward).__module__.startswith(_OWN_MODULES):
         yield _identity(model, forward)
 
 
@@ -206,11 +205,11 @@ def _identity(model: PreTrainedModel, method: Any) -> Hashable:
 
 
 def _by_identity(value: Any) -> Hashable:
-    # A data class has no hash, and an object with slots no weak reference.
+    # A data class has no hash, and an object with slots no weak reference: it is tried in every call.
     with suppress(TypeError):
         hash(found := weakref.ref(value))
         return found
-    return type(value), id(value)
+    return object()
 
 
 def _try_ways(
@@ -256,8 +255,7 @@ class _Trial:
     ):
         self._model, self._rows, self._given = model, rows, model_kwargs
         config = self._config = copy.copy(generation_config)
-        config.prefill_chunk_size = None
-        config.return_dict_in_generate = False
+        config.prefill_chunk_size, config.return_dict_in_generate = None, False
         config.max_length = _PROMPT + _TOKENS
         needed = _PROMPT + _TOKENS + _FILLERS
         tokens = torch.tensor(list(itertools.islice(_ordinary_tokens(model.config), needed)), device="cpu")

@@ -121,9 +121,14 @@ class FeatureTap:
 
 
 def peft_sets(model: PreTrainedModel, name: str) -> bool:
-    """Whether PEFT has set something for the call's rows: "adapter_names", or "alora_offsets" of activated LoRA."""
+    """Whether PEFT has set this for the call's rows: "alora_offsets", or "adapter_names" (then no row may leave)."""
     hooks = (hook for module in model.modules() for hook in tuple(module._forward_pre_hooks.values()))
-    return any(name in getattr(hook, "keywords", {}) for hook in hooks)
+    return any(name in keywords_of(hook) for hook in hooks)
+
+
+def keywords_of(hook: Any) -> Mapping[str, Any]:
+    """What is given to a hook that is a partial function."""
+    return hook.keywords if isinstance(hook, partial) else {}
 
 
 def _closed_tap() -> FeatureTap:

@@ -69,8 +69,9 @@ class Arena:
         count = math.prod(shape) * dtype.itemsize
         taken = -(-count // _ALIGNED) * _ALIGNED
         if self._rest.numel() < taken:
-            self._rest = torch.empty(max(taken, _CHUNK), dtype=torch.uint8)
-            if (size := _huge_page()) is not None:
+            size = _huge_page()
+            self._rest = torch.empty(taken if size is None else max(taken, _CHUNK), dtype=torch.uint8)
+            if size is not None:
                 start, end = self._rest.data_ptr(), self._rest.data_ptr() + self._rest.numel()
                 first, last = -(-start // size), end // size
                 _madvise()(first * size, max(0, last - first) * size, _ADVISE)

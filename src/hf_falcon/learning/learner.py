@@ -132,7 +132,7 @@ class Learner:
         self._wake = threading.Event()
         self._work = self._units()
         if self.options.folder is not None:
-            _leave_orphans(Path(self.options.folder))
+            _leave_others(Path(self.options.folder))
             self._resume(drafter, Path(self.options.folder))
         _learners[drafter] = self
         _install()
@@ -252,6 +252,15 @@ class Learner:
             `bool`
         """
         return not self._closed and not self._here.is_paused and self._target() is target
+
+    def is_of(self, target: PreTrainedModel) -> bool:
+        """
+        Whether it learns from a target's calls, or has until an error.
+
+        Args:
+            target ([`PreTrainedModel`]): the target.
+        """
+        return self._target() is target
 
     def observer(self) -> CallRecorder:
         """The observer of a call."""
@@ -688,11 +697,11 @@ def check_whether_it_learns(drafter: Any) -> None:
         raise ValueError(f"The drafter cannot learn: {reason}.")
 
 
-def _leave_orphans(folder: Path) -> None:
-    """Saves what learners of a folder have learnt whose targets are gone; another one continues it."""
+def _leave_others(folder: Path) -> None:
+    """Ends and saves what other learners of a folder learn, such as one whose target is gone. The next goes on."""
     for learner in list(_learners.values()):
         own = learner.options.folder
-        if own is not None and learner._target() is None and Path(own).resolve() == folder.resolve():
+        if own is not None and Path(own).resolve() == folder.resolve():
             learner._leave(at_once=True)
 
 

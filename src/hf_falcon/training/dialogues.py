@@ -157,7 +157,10 @@ def _load_dataset(name: str, split: str, file: Path | None) -> Iterator[Any]:
                 raise ValueError(f"`split` is {split!r}: {name} has {', '.join(rows)}.")
             rows = rows[split]
     else:
-        repository, _, configuration = (name, "", "") if Path(name).exists() else name.partition(":")
+        repository, _, configuration = name.partition(":")
+        if Path(name).exists() or len(repository) == 1:
+            # A folder, perhaps on a drive.
+            repository, configuration = name, ""
         # A slice has to be found first. A stream begins at once, and is not stored.
         rows = datasets.load_dataset(repository, configuration or None, split=split, streaming="[" not in split)
     for row in rows:
