@@ -2,7 +2,9 @@
 """The probe: what a target takes as it stands, tried once, and rules for what shows later only."""
 
 import itertools
+from dataclasses import dataclass, field
 from functools import partial, wraps
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -159,6 +161,47 @@ def test_our_own_hooks_are_no_change(forwards, monkeypatch):
     with FeatureTap(target, [0]):
         check(target, prompt(9), True, drafter, output_hidden_states=True)
     check(target, prompt(9), True, drafter)
+
+
+@dataclass
+class Recorder:
+    """Has no hash, as it is compared by its values."""
+
+    seen: list = field(default_factory=list)
+
+    def __call__(self, module, inputs, output):
+        self.seen.append(output.shape)
+
+    def note(self, module, inputs, output):
+        self.seen.append(output.shape)
+
+
+@pytest.mark.parametrize("make", [Recorder, lambda: Recorder().note, lambda: Mock(return_value=None)])
+def test_hooks_of_all_kinds(make):
+    target = new_target("llama")
+    target.model.layers[1].mlp.register_forward_hook(make())
+    for _ in range(2):
+        check(target, prompt(9), True)
+
+
+def test_an_adapter_for_each_row():
+    """PEFT registers new hooks in every call, which count the rows."""
+    target = new_target("llama")
+
+    def choose(module, inputs, adapter_names):
+        assert inputs[0].shape[0] == len(adapter_names)
+
+    tried, ids = [], random_tokens(3, 9)
+    drafter, stock = tiny_drafter(target), probe._Trial.__init__
+    for _ in range(2):
+        hook = partial(choose, adapter_names=["a", "b", "a"])
+        handle = target.model.layers[0].mlp.register_forward_pre_hook(hook)
+        with patch.object(probe._Trial, "__init__", lambda *args: tried.append(args[2]) or stock(*args)):
+            found = target.generate(ids, assistant_model=drafter, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        handle.remove()
+        expected = target.generate(ids, max_new_tokens=8, do_sample=False, pad_token_id=0)
+        assert found.tolist() == expected.tolist()
+    assert tried == [3]
 
 
 def test_an_activated_adapter(warnings_given):

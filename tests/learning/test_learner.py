@@ -913,3 +913,33 @@ def test_a_drafter_that_is_replaced_saves_what_it_has_learnt(tmp_path):
     hf_falcon.attach(target, new_drafter(target))
     assert learner_of(drafter) is None and (tmp_path / "learner.safetensors").is_file()
     hf_falcon.detach(target)
+
+
+def test_a_folder_has_one_learner(tmp_path):
+    """The next one goes on with what the earlier one has learnt, and is not overwritten by it."""
+    target, drafter = pair()
+    first = Learner(drafter, target, LearningOptions(folder=tmp_path, **FAST))
+    for seed in range(12):
+        target.generate(prompt(8, seed=seed), assistant_model=drafter, **CALL)
+    first.learn(4)
+    with Learner(new_drafter(target), target, LearningOptions(**FAST)):
+        assert learner_of(drafter) is first
+    other, again = pair()
+    again.load_state_dict(drafter.state_dict())
+    with Learner(again, other, LearningOptions(folder=tmp_path, **FAST)) as second:
+        assert learner_of(drafter) is None and second.statistics.steps == first.statistics.steps == 4
+
+
+def test_a_refused_attachment_changes_nothing(tmp_path):
+    target, drafter = pair()
+    hf_falcon.attach(target, drafter, learn=LearningOptions(folder=tmp_path, **FAST))
+    target.generate(prompt(8), **CALL)
+    with pytest.raises(ValueError, match="cannot learn"):
+        hf_falcon.attach(target, "lookup", learn=True)
+    learner_of(drafter).save()
+    with pytest.raises(ValueError, match="was begun with another drafter"):
+        hf_falcon.attach(target, new_drafter(target, seed=7, **SIZES), learn=tmp_path)
+    assert learner_of(drafter).options.folder == tmp_path
+    target.generate(prompt(8), **CALL)
+    assert learner_of(drafter).statistics.calls == 2
+    hf_falcon.detach(target)

@@ -256,21 +256,21 @@ class RoundTime:
 
     Args:
         commit (`float`, *optional*): of the commit and the first block; `None` where it says nothing of other rounds.
-        reading (`float`): of a commit of a prompt, or of what a pause left.
-        is_first (`bool`): whether it was the first commit, that of the prompt.
         drafting (`float`, *optional*): of the passes after the commit; `None` where the device was not done yet.
         passes (`int`, *optional*): how many these are; `None` without any drafting.
         target (`float`, *optional*): of the target's forward; `None` where the device was not done yet.
         nodes (`int`): nodes that the target ran.
+        reading (`float`): of a commit of a prompt, or of what a pause left.
+        is_first (`bool`): whether that was the first commit, of the prompt.
     """
 
     commit: float | None = None
-    reading: float = 0.0
-    is_first: bool = False
     drafting: float | None = None
     passes: int | None = None
     target: float | None = None
     nodes: int = 1
+    reading: float = 0.0
+    is_first: bool = False
 
 
 @dataclass
