@@ -254,12 +254,7 @@ class Learner:
         return not self._closed and not self._here.is_paused and self._target() is target
 
     def is_of(self, target: PreTrainedModel) -> bool:
-        """
-        Whether it learns from a target's calls, or has until an error.
-
-        Args:
-            target ([`PreTrainedModel`]): the target.
-        """
+        """Whether it learns from the calls of `target`, or did until an error."""
         return self._target() is target
 
     def observer(self) -> CallRecorder:
