@@ -454,7 +454,7 @@ def test_passes_end_with_a_call_or_with_their_models(tmp_path, monkeypatch):
     run_script(_FREED)
 
 
-def test_states_of_attention_and_of_keys(monkeypatch):
+def test_states_of_attention_and_of_keys():
     """What `to_dict` leaves out; and a configuration that has no order."""
     target = new_target("llama")
     names = {shelf_of(target).name}

@@ -256,7 +256,7 @@ class RoundTime:
 
     Args:
         commit (`float`, *optional*): of the commit and the first block; `None` where it says nothing of other rounds.
-        drafting (`float`, *optional*): of the passes after the commit; `None` where the device was not done yet.
+        drafting (`float`, *optional*): of the passes after these; `None` where the device was not done yet.
         passes (`int`, *optional*): how many these are; `None` without any drafting.
         target (`float`, *optional*): of the target's forward; `None` where the device was not done yet.
         nodes (`int`): nodes that the target ran.

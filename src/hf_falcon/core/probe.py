@@ -193,7 +193,8 @@ def _changes_of(model: PreTrainedModel, module: torch.nn.Module) -> Iterator[Has
             yield "adapter_names"
         elif not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_OWN_MODULES):
             yield _identity(model, hook)
-    if (forward := vars(module).get("forward")) and not type(forward).__module__.startswith(_OWN_MODULES):
+    forward = vars(module).get("forward")
+    if forward is not None and not type(forward).__module__.startswith(_OWN_MODULES):
         yield _identity(model, forward)
 
 

@@ -197,9 +197,8 @@ def first_step(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Mapping[
     step: dict[str, Any] = model.prepare_inputs_for_generation(token_ids, next_sequence_length=1, **kwargs)
     # The loss that balances experts reads a mask of padding, which a tree's mask is not. No token depends on the loss.
     config = model.config.get_text_config(decoder=True)
-    if (step.get(_ROUTER) or getattr(config, _ROUTER, False)) and _ROUTER in inspect.signature(
-        model.forward
-    ).parameters:
+    is_asked = step.get(_ROUTER) or getattr(config, _ROUTER, False)
+    if is_asked and _ROUTER in inspect.signature(model.forward).parameters:
         step[_ROUTER] = False
     return step
 
