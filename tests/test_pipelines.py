@@ -3,16 +3,17 @@
 
 import importlib
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from tiny_models import tiny_drafter, tiny_target, tiny_tokenizer
+from tiny_models import new_target, tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM, TextStreamer, pipeline
 from transformers.pipelines import base
 
 import hf_falcon
-from hf_falcon import DraftOptions, FalconDraftModel
+from hf_falcon import CausalLMDrafter, DraftOptions, FalconDraftModel
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role[0] }}{{ m.content }}.{% endfor %}{% if add_generation_prompt %}a{% endif %}"
@@ -116,6 +117,34 @@ def test_other_assistants_are_left_alone(saved, rounds):
     other = LlamaForCausalLM(LlamaConfig(**{**target.config.to_dict(), "pad_token_id": 5}))
     with pytest.raises(ValueError, match="assistant tokenizer"):
         write(saved, TEXT, drafter=other)
+
+
+def test_a_disabled_drafter_leaves_names_to_transformers(saved):
+    plain, _ = write(saved, TEXT, do_sample=False)
+    hf_falcon.disable()
+    found, made = write(saved, TEXT, drafter=str(saved / "target"), do_sample=False)
+    assert type(made.assistant_model) is LlamaForCausalLM and found == plain
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_language_model_without_safetensors_is_left_to_transformers(saved, tmp_path, kind):
+    target = tiny_target("llama")
+    target.save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(target.state_dict(), tmp_path / "pytorch_model.bin")
+    tiny_tokenizer().save_pretrained(tmp_path)
+    plain, _ = write(saved, TEXT, do_sample=False)
+    found, made = write(saved, TEXT, drafter=kind(tmp_path), do_sample=False)
+    assert type(made.assistant_model) is LlamaForCausalLM and found == plain
+
+
+def test_a_language_model_of_another_size_gets_its_tokenizer(saved, tmp_path):
+    new_target("llama", vocab_size=72).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    plain, _ = write(saved, TEXT, do_sample=False)
+    found, made = write(saved, TEXT, drafter=str(tmp_path), do_sample=False)
+    assert type(made.assistant_model) is CausalLMDrafter and found == plain
+    assert made.assistant_tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
 
 
 @pytest.mark.parametrize("first", ["hf_falcon", "pipelines"])

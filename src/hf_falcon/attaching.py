@@ -7,7 +7,7 @@ import os
 import re
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -23,22 +23,19 @@ from .core.candidate_generator import limited_options
 from .core.draft_options import DraftOptions
 from .core.hook import default_generation_params, is_drafter, plain_reason, register_finder
 from .cpu.background_builds import build_in_background, check_background_build, end_build
+from .drafters.auto import AutoDrafter
 from .drafters.lookup_drafter import LOOKUP
-from .drafters.mtp import MTP, MtpDrafter
+from .drafters.mtp import MTP
 from .learning.learner import check_whether_it_learns, learner_of, start_learning
 from .learning.options import LearningOptions
-from .pipelines import load_by_name
 
 logger = logging.get_logger(__name__)
 
-# Load a drafter by its name, with the arguments `name, dtype`, or return `None` if the name is of another kind of
-# model.
-Loader = Callable[[str, torch.dtype], Any]
-_loaders: list[Loader] = [load_by_name]
-# The attached drafter of each target, and the one that it loaded last by its name. They are freed with the target.
+# The attached drafter of each target, and the one that it loaded last by its name; also of names without weights of
+# their own, which take no other's place. They are freed with the target.
 _attached: weakref.WeakKeyDictionary[PreTrainedModel, Any] = weakref.WeakKeyDictionary()
 _loading = threading.RLock()
-_loaded: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, PreTrainedModel]] = weakref.WeakKeyDictionary()
+_loaded: weakref.WeakKeyDictionary[PreTrainedModel, dict[Any, tuple[Any, Any]]] = weakref.WeakKeyDictionary()
 
 
 def attach(
@@ -59,8 +56,10 @@ def attach(
       (`prompt_lookup_num_tokens` above 0),
     - it has an argument that no drafter supports: `use_cache=False`, `cache_implementation="paged"`,
       `assistant_tokenizer`, `num_assistant_tokens_schedule="heuristic_transient"`,
-    - the target is in training mode with dropout or gradient checkpointing, or is the assistant of another model,
-    - the target was changed so that the drafter no longer fits; one warning says how.
+    - the target has a decoding loop of its own, is in training mode with dropout, noise or gradient checkpointing, or
+      is the assistant of another model,
+    - the target was changed so that the drafter no longer fits, or a drafting option that plain decoding ignores is
+      out of range; one warning says how.
 
     Args:
         target ([`PreTrainedModel`]): the target.
@@ -78,22 +77,23 @@ def attach(
 
     Raises:
         `TypeError`: if the target is not a transformers model that generates, or the drafter is another model.
-        `ValueError`: if the drafter was made for another target, or cannot learn; with `compile`, if no code can be
-            built in the background, such as on another device than a CPU and inside `row_invariant`.
+        `ValueError`: if the drafter was made for another target, is of a method that is not read, or cannot learn;
+            with `compile`, if no code can be built in the background, such as on another device than a CPU and inside
+            `row_invariant`.
+        `OSError`: if there is no drafter of that name, or the Hub cannot be reached.
     """
     if not isinstance(target, PreTrainedModel) or not isinstance(target, GenerationMixin):
         raise TypeError(
             f"`target` is a {type(target).__name__}: give the transformers model whose `generate` is called, such as "
             "a `LlamaForCausalLM`, without a wrapper."
         )
-    given = drafter
     if isinstance(drafter, (str, os.PathLike)):
         drafter = _load(target, drafter)
     if not is_drafter(drafter):
-        found = repr(str(given)) if isinstance(given, (str, os.PathLike)) else f"a {type(given).__name__}"
         raise TypeError(
-            f"`drafter` is {found}, not a drafter of hf_falcon: give a drafter, such as a `FalconDraftModel`, or the "
-            "name or the folder of one. A smaller language model drafts as `hf_falcon.CausalLMDrafter(model)`."
+            f"`drafter` is a {type(drafter).__name__}, not a drafter of hf_falcon: give a drafter, such as a "
+            "`FalconDraftModel`, or the name or the folder of one. A smaller language model drafts as "
+            "`hf_falcon.CausalLMDrafter(model)`."
         )
     drafter.check_target(target)
     if compile:
@@ -101,7 +101,7 @@ def attach(
     if learn is not False:
         check_whether_it_learns(drafter)
     earlier = attached_drafter(target)
-    ended = None if earlier is drafter else _end_learning(earlier, target)
+    ended = _end_learning(earlier, target)
     if learn is not False:
         try:
             start_learning(drafter, target, learn)
@@ -141,11 +141,6 @@ def attached_drafter(target: PreTrainedModel) -> Any:
     return _attached.get(target)
 
 
-def register_loader(load: Loader) -> None:
-    """Adds a loader for drafters that are given by name: `generate(assistant_model="user/drafter")`."""
-    _loaders.append(load)
-
-
 class AttachedDrafters:
     """Finds attached drafters, and loads drafters by name; a [`~hook.DrafterFinder`]."""
 
@@ -161,12 +156,16 @@ class AttachedDrafters:
         """
         if (target.training and _trains_otherwise(target)) or arguments.get("assistant_tokenizer") is not None:
             return False
-        if settings.get("use_cache") is False or settings.get("cache_implementation") == "paged":
+        if not settings.get("use_cache", True) or settings.get("cache_implementation") == "paged":
             return False
         # Such a loop may refuse an assistant.
         if plain_reason(target) is not None:
             return False
         if settings.get("is_assistant") or settings.get("num_assistant_tokens_schedule") == "heuristic_transient":
+            return False
+        # Outside a forward DeepSpeed keeps parts of weights (ZeRO-3).
+        head = getattr(target.get_output_embeddings(), "weight", None)
+        if head is not None and head.numel() == 0:
             return False
         config = GenerationConfig()
         # `generate` fills in the defaults before it asks for the mode.
@@ -207,14 +206,14 @@ def install() -> None:
 
 def _trains_otherwise(target: PreTrainedModel) -> bool:
     """
-    Whether forwards in training mode differ from others: with dropout every forward draws, and with gradient
-    checkpointing the cache stays empty.
+    Whether forwards in training mode differ from others: with dropout, or noise in a router, every forward draws, and
+    with gradient checkpointing the cache stays empty.
     """
     for module in target.modules():
         if getattr(module, "gradient_checkpointing", False) or (isinstance(module, _DropoutNd) and module.p > 0):
             return True
-        # Attention and layers have probabilities of their own: `attention_dropout`, `layerdrop`.
-        own = [value for name, value in vars(module).items() if "drop" in name]
+        # Modules have values of their own: `attention_dropout`, `layerdrop`, `router_jitter_noise`.
+        own = [value for name, value in vars(module).items() if "drop" in name or "jitter" in name]
         if any(isinstance(value, float) and value > 0 for value in own):
             return True
     return False
@@ -247,25 +246,21 @@ if hasattr(os, "register_at_fork"):
 def _load(target: PreTrainedModel, name: str | os.PathLike[str]) -> Any:
     """
     Loads the drafter in a folder or a repository of the Hub, in the target's dtype and on its device. Each target
-    loads it once, and again after the folder was saved again. If it is no drafter, the name itself is returned.
+    loads it once, and again after the folder was saved again.
     """
     config_file = Path(name, "config.json")
     saved = config_file.stat().st_mtime_ns if config_file.is_file() else None
-    wanted = (str(name), saved, target.dtype, target.device)
-    known, drafter = _loaded.get(target, (None, None))
-    if drafter is not None and known == wanted:
+    wanted, place = (name, saved, target.dtype, target.device), name if name in (LOOKUP, MTP) else None
+    known, drafter = _loaded.get(target, {}).get(place, (None, None))
+    if known == wanted:
         return drafter
     # One thread at a time: transformers replaces functions of its own while it loads.
     with _loading:
-        known, drafter = _loaded.get(target, (None, None))
-        if drafter is not None and known == wanted:
+        known, drafter = _loaded.get(target, {}).get(place, (None, None))
+        if known == wanted:
             return drafter
         # Parameters that are made in inference mode could not be used outside it.
         with torch.inference_mode(False):
-            found = (load(str(name), target.dtype) for load in _loaders)
-            drafter = MtpDrafter(target) if name == MTP else next((each for each in found if each is not None), None)
-            if drafter is None:
-                return name
-            drafter = drafter.to(target.device).eval()
-        _loaded[target] = (wanted, drafter)
+            drafter = AutoDrafter.from_pretrained(name, target.dtype, target).to(target.device).eval()
+        _loaded.setdefault(target, {})[place] = wanted, drafter
         return drafter

@@ -94,7 +94,7 @@ class StepNoise:
             `torch.LongTensor` of shape `(1,)`; -1 if probabilities are negative, infinite or NaN.
         """
         while self._first + len(self._steps) <= step:
-            self._steps.append(torch.empty_like(probs.expand(self._rows, -1).contiguous()).exponential_())
+            self._steps.append(probs.new_empty(self._rows, probs.shape[1]).exponential_())
         # Asked of the token, not of the device now: `emit` refuses the token -1.
         is_valid = (probs >= 0).all() & probs.isfinite().all()
         # The first of equal maxima, like `argmax`, which takes several times as long on a CPU.
@@ -176,8 +176,6 @@ class RowsBatch(Batch):
             for step in self.token_ids[:, first + self._streamed : first + steps].unbind(dim=1):
                 self._streamer.put(step)
             self._streamed = steps
-        if all(row.finished for row in self.rows):
-            self._streamer.end()
 
     @staticmethod
     def refusal_of_call(
@@ -191,6 +189,9 @@ class RowsBatch(Batch):
         """The reason why the rows of a batch cannot advance independently in a call, if there is one."""
         parts = ((logits_processor, _ROWWISE_PROCESSORS), (stopping_criteria, _ROWWISE_CRITERIA))
         odd = [type(each).__name__ for given, known in parts for each in given if type(each) not in known]
+        # It forces a token only where no row of a prompt has another.
+        prefixed = [each for each in logits_processor if type(each) is generation.PrefixConstrainedLogitsProcessor]
+        odd += [type(each).__name__ for each in prefixed if beams_of(each) > 1]
         if odd:
             return f"the batch has several rows, and {odd[0]} may look at all of them at once"
         kinds = {type(each) for each in stopping_criteria}

@@ -16,6 +16,7 @@ from .core.caches import RowSlots, SlotLayer, adopt_layers, give_back
 from .core.costs import Costs
 from .core.hook import extend_model_kwargs, is_user_defined, prefill
 from .core.interfaces import register_part, target_acceleration
+from .core.probe import LAYER_OUTPUTS
 from .core.target_parts import (
     CACHE_NAME,
     CACHE_NAMES,
@@ -218,7 +219,7 @@ class ChainRun:
             return f"layers of kind {hiding[0]!r} hide slots from several tokens whose positions are shifted"
         if rope_boundary(model.config.get_text_config(decoder=True))[0] is not None:
             return "its rotary frequencies depend on the length of the text"
-        wanted = [name for name in ("output_hidden_states", "output_attentions") if getattr(generation_config, name)]
+        wanted = [name for name in LAYER_OUTPUTS if getattr(generation_config, name)]
         if generation_config.return_dict_in_generate and wanted:
             return f"`{wanted[0]}` was asked for, which a chain has in another form"
         return None
@@ -274,7 +275,7 @@ class Rewind:
         if not self._has_layers:
             self._saved = copy.deepcopy(self.cache)
         else:
-            self._saved = [_state(layer, self.drops_tokens) for layer in self._others]
+            self._saved = [copied_state(layer, vars(layer), self.drops_tokens) for layer in self._others]
 
     def undo(self) -> None:
         """Undoes all since the mark, also a forward that broke off; nothing without one."""
@@ -328,10 +329,13 @@ def _drops_tokens(layer: Any) -> bool:
     return _is_known(layer) and getattr(layer, "is_croppable", False) and not getattr(layer, "is_sliding", False)
 
 
-def _state(layer: Any, drops_tokens: bool) -> dict[str, Any]:
-    """What a layer holds, with copies of what a forward changes in place."""
+def copied_state(layer: Any, values: Mapping[str, Any], drops_tokens: bool = False) -> dict[str, Any]:
+    """
+    The `values` that a layer of a cache holds, with copies of what a forward changes in place: of nothing but
+    dictionaries, if the layer `drops_tokens`.
+    """
     state = {}
-    for name, value in vars(layer).items():
+    for name, value in values.items():
         if drops_tokens or (_is_known(layer) and name in ("keys", "values")):
             state[name] = dict(value) if isinstance(value, dict) else value
         else:

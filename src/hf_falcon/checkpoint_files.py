@@ -51,9 +51,18 @@ def weights_fingerprint(model: PreTrainedModel) -> str | None:
         `str` or `None`: the hash; `None` if the weights cannot be compared (float16, on the meta device, or spread
         over processes).
     """
-    matrices = [p for p in model.parameters() if p.dim() == 2]
-    stride = max(1, len(matrices) // _FINGERPRINT_TENSORS)
-    return _fingerprint(matrices[::stride])
+    return _fingerprint(_some_matrices(model))
+
+
+def exact_fingerprint(model: PreTrainedModel) -> str | None:
+    """
+    [`weights_fingerprint`], or of float16 weights a hash that only other float16 copies of the same weights have: for
+    what is compared with the same copy of a model only, such as an interrupted run.
+
+    Returns:
+        `str` or `None`: the hash; `None` on the meta device and for weights that are spread over processes.
+    """
+    return _fingerprint(_some_matrices(model), takes_float16=True)
 
 
 def embedding_fingerprint(model: PreTrainedModel) -> str | None:
@@ -85,10 +94,16 @@ def name_target(drafter: PreTrainedModel, target: PreTrainedModel) -> None:
         vars(config).update({"target_name_or_path": target.name_or_path or None, **fingerprints(target)})
 
 
-def _fingerprint(matrices: Iterable[torch.Tensor]) -> str | None:
+def _some_matrices(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    return matrices[:: max(1, len(matrices) // _FINGERPRINT_TENSORS)]
+
+
+def _fingerprint(matrices: Iterable[torch.Tensor], takes_float16: bool = False) -> str | None:
     samples = []
     for matrix in matrices:
-        if matrix.device.type == "meta" or matrix.dtype == torch.float16 or is_spread(matrix):
+        is_refused = matrix.dtype == torch.float16 and not takes_float16
+        if matrix.device.type == "meta" or is_refused or is_spread(matrix):
             return None
         values = _some_values(matrix)
         samples.append(values.to(torch.bfloat16).float() if matrix.dtype in _FINGERPRINT_DTYPES else values.float())
@@ -141,6 +156,24 @@ def weights_difference(drafter: Any, target: PreTrainedModel) -> str | None:
         if actual == expected:
             return f"The target is a quantised copy of {trained}, which the drafter was trained for."
     return f"The target's weights are not those of {trained} that the drafter was trained for."
+
+
+def refuse_other_tensors(repository: Any, stored: Mapping[str, Any], wanted: Mapping[str, torch.Tensor]) -> None:
+    """
+    As [`refuse_problems`], by names and shapes.
+
+    Args:
+        repository: the checkpoint's folder or name.
+        stored (mapping): what has a `shape`, by the names in the checkpoint.
+        wanted (mapping of `str` to `torch.Tensor`): what belongs to its configuration.
+    """
+    shapes = [(name, tuple(stored[name].shape), tuple(wanted[name].shape)) for name in wanted.keys() & stored.keys()]
+    problems = {
+        "missing_keys": wanted.keys() - stored.keys(),
+        "unexpected_keys": stored.keys() - wanted.keys(),
+        "mismatched_keys": [each for each in shapes if each[1] != each[2]],
+    }
+    refuse_problems(repository, problems)
 
 
 def refuse_problems(repository: Any, problems: Mapping[str, Any]) -> None:

@@ -49,6 +49,29 @@ def read_json(path: str | Path, *, max_bytes: int = 16 * 2**20, max_depth: int =
     return value
 
 
+def read_own_object(path: str | Path) -> dict[str, Any]:
+    """
+    Reads a JSON file of our own, which may have numbers that are not finite.
+
+    Args:
+        path (`str` or `Path`): the file.
+
+    Returns:
+        `dict`
+
+    Raises:
+        `ValueError`: if the file holds no JSON object, as after a disk was full; it names the file.
+        `OSError`: if the file cannot be opened.
+    """
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): delete it, or write it again.") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} holds a {type(value).__name__}, not an object: delete it, or write it again.")
+    return value
+
+
 def _integer(digits: str) -> int:
     if len(digits) > _MOST_DIGITS:
         raise ValueError(f"it has an integer of {len(digits):,} digits")

@@ -11,15 +11,16 @@ from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, NoReturn
 
-import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 
 from .core.configuration_falcon_draft import FalconDraftConfig
-from .core.drafter import DraftModel, FalconDraftModel
-from .drafters.auto import AutoDrafter, is_drafter
+from .core.drafter import FalconDraftModel
+from .core.hook import DISABLED
+from .drafters.auto import AutoDrafter, drafter_class, is_drafter
 from .drafters.files import read_object
 from .drafters.lookup_drafter import LOOKUP
 from .drafters.mtp import MTP
+from .drafters.vocabularies import tokenizer_of, vocab_size
 
 _MODULE = "transformers.pipelines.base"
 
@@ -46,15 +47,9 @@ def install_in_pipelines() -> None:
         sys.meta_path.insert(0, _WrapsOnImport())
 
 
-def load_by_name(name: str, dtype: torch.dtype) -> DraftModel | None:
-    """The drafter in a folder or a repository, in `dtype`; `None` if it is no drafter, but another kind of model."""
-    is_known = name == LOOKUP or is_drafter(read_object(name, "config.json") or {})
-    return AutoDrafter.from_pretrained(name, dtype=dtype) if is_known else None
-
-
-def _names_drafter(name: str) -> bool:
+def _names_drafter(name: str | os.PathLike[str]) -> bool:
     try:
-        return name in (LOOKUP, MTP) or is_drafter(read_object(name, "config.json") or {})
+        return name in (LOOKUP, MTP) or is_drafter(read_object(os.fspath(name), "config.json") or {})
     except ValueError:
         # The configuration of another model may hold what a drafter's may not, such as infinity.
         return False
@@ -109,15 +104,22 @@ def _wrap(pipelines: ModuleType) -> None:
 
     @functools.wraps(stock)
     def load_assistant_model(model: PreTrainedModel, assistant_model: Any, assistant_tokenizer: Any) -> tuple:
-        if isinstance(assistant_model, os.PathLike):
-            assistant_model = os.fspath(assistant_model)
-        if isinstance(assistant_model, str) and _names_drafter(assistant_model):
-            assistant_model = AutoDrafter.from_pretrained(assistant_model, model.dtype, model).to(model.device)
+        name = assistant_model if isinstance(assistant_model, (str, os.PathLike)) else None
+        if name is not None and not getattr(GenerationMixin, DISABLED, False) and _names_drafter(name):
+            try:
+                assistant_model = AutoDrafter.from_pretrained(name, model.dtype, model).to(model.device)
+            except OSError:
+                # A language model that has no safetensors files is left to transformers.
+                if not drafter_class(os.fspath(name)).reads_tokenizers:
+                    raise
         if getattr(type(assistant_model), "is_falcon_drafter", False):
             # A language model as the drafter may have other tokens.
             reads = getattr(type(assistant_model), "reads_tokenizers", False)
+            if reads and assistant_tokenizer is None and vocab_size(model) != vocab_size(assistant_model.model):
+                found = tokenizer_of(assistant_model.model)
+                assistant_tokenizer = None if isinstance(found, str) else found
             return assistant_model, assistant_tokenizer if reads else None
-        return stock(model, assistant_model, assistant_tokenizer)
+        return stock(model, assistant_model if name is None else os.fspath(name), assistant_tokenizer)
 
     load_assistant_model._is_falcon_hook = True  # type: ignore[attr-defined]
     pipelines.load_assistant_model = load_assistant_model  # type: ignore[attr-defined]

@@ -37,9 +37,9 @@ from .static_trees import validate_paths
 
 logger = logging.get_logger(__name__)
 
-# These read the scores alone, and are applied to the drafter's distribution as to the target's. Processors that read
-# the text are left out, as every node has another text: without them q fits p a little worse, and the output is the
-# same.
+# These read the scores alone, and are applied to the drafter's distribution as to the target's; by exact type, as a
+# subclass may differ. Processors that read the text are left out, as every node has another text: without them q fits
+# p a little worse, and the output is the same.
 _WARPERS = (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
@@ -73,7 +73,7 @@ class SamplingCandidateGenerator(FalconCandidateGenerator):
     ):
         if options.draft_tree == "dynamic":
             options = replace(options, draft_tree="static")
-        self._warpers = [each for each in processors if isinstance(each, _WARPERS)]
+        self._warpers = [each for each in processors if type(each) in _WARPERS]
         super().__init__(drafter, target, options)
 
     def _build_tree(self) -> Any:
@@ -95,10 +95,12 @@ class SamplingCandidateGenerator(FalconCandidateGenerator):
         `(..., max_children)`, and the distributions that they are of, of the shape of `logits`.
         """
         rows = logits.flatten(0, -2)
+        # A drafter that overflows proposes nothing. Some warpers would refuse its logits.
+        is_broken = ~rows.amax(dim=-1, keepdim=True).isfinite()
+        rows = rows.masked_fill(is_broken, 0.0)
         for warper in self._warpers:
             rows = warper(None, rows)
-        # A drafter that overflows proposes nothing.
-        log_probs = rows.log_softmax(dim=-1).nan_to_num(nan=-torch.inf, neginf=-torch.inf).view_as(logits)
+        log_probs = rows.log_softmax(dim=-1).masked_fill(is_broken, -torch.inf).view_as(logits)
         # The largest of these are draws without replacement, in their order. What cannot be drawn comes last.
         noise = torch.empty_like(log_probs).exponential_().clamp_min_(torch.finfo(log_probs.dtype).tiny)
         drawn = (log_probs - noise.log()).topk(self._tree.max_children, dim=-1).indices
@@ -178,7 +180,6 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
 
     def __init__(self, drafter: Drafter, target: PreTrainedModel, options: DraftOptions):
         super().__init__(drafter, target, replace(options, draft_tree="dynamic"))
-        self.block_size = drafter.config.block_size
 
     def propose_roots(
         self, input_ids: Tensor, features: Tensor, roots: Tensor, log_probs: Tensor, max_depth: int
@@ -203,7 +204,7 @@ class MultiRootCandidateGenerator(FalconCandidateGenerator):
         branches = tree_round.branches()
         if branches is not None and self._next_position is not None:
             width = branches.token_ids.shape[0]
-            token_ids = input_ids[:, input_ids.shape[1] - self.block_size + 1 :]
+            token_ids = input_ids[:, input_ids.shape[1] - self._block_size + 1 :]
             known = to_device(self._known(token_ids), self._device).expand(width, -1)
             self._latest = torch.cat((branches.token_ids[:, None], self._latest[:, :-1].expand(width, -1)), dim=1)
             drafted = DraftedBlocks(
@@ -231,7 +232,7 @@ def decode_multi_root(run: TargetRun, generator: MultiRootCandidateGenerator, ba
     # Tokens are streamed once their root is chosen.
     streamer, sequence.streamer = sequence.streamer, None
     generator.is_late = sequence.is_late
-    size, streamed = generator.block_size, sequence.token_ids.shape[1]
+    size, streamed = generator.drafter.config.block_size, sequence.token_ids.shape[1]
     with statistics.measure("target", run.model.device):
         logits, [prompt] = run.prefill(batch.prompts)
         held = prompt.features
@@ -243,7 +244,6 @@ def decode_multi_root(run: TargetRun, generator: MultiRootCandidateGenerator, ba
                 streamer.put(token)
         streamed = certain
         if sequence.finished:
-            batch.stream()
             return statistics
         deepest = run.max_tree_depth()
         # The caller's criteria may let a text be longer than its configuration does.

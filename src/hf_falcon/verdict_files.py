@@ -17,6 +17,7 @@ from transformers.utils import logging
 from . import __version__
 from .core.hook import attention_implementation
 from .core.interfaces import register_part
+from .core.probe import changes_of
 from .core.target_parts import decoder_of, is_compiled, quantised_layers, structure_of
 from .cost_files import cache_folder, write_json
 from .cpu.code_digest import code_digest
@@ -111,8 +112,7 @@ def _is_stock(model: PreTrainedModel) -> bool:
         if name in vars(owner) or function is not own or not own.__module__.startswith("transformers."):
             return False
     for module in model.modules():
-        is_changed = module is not model and "forward" in vars(module)
-        if is_changed or is_compiled(module) or module._forward_hooks or module._forward_pre_hooks:
+        if is_compiled(module) or any(True for _ in changes_of(model, module)):
             return False
     return not any(quantised_layers(model)) and not getattr(model, "_hf_peft_config_loaded", False)
 

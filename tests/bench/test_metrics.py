@@ -101,6 +101,14 @@ def test_trace_file_survives_a_kill(tmp_path):
         TraceFile(tmp_path, {"dtype": "bfloat16"})
 
 
+@pytest.mark.parametrize("text", [b"{\n", b"[1]\n", b'{}\n{"method": "plain"}\n', b"{}\n\xff\n"])
+def test_a_trace_file_that_is_damaged_is_named(tmp_path, text):
+    (tmp_path / TRACES_NAME).write_bytes(text)
+    with pytest.raises(ValueError, match=r"traces\.jsonl cannot be read \(.*\): delete it, or give another `output`"):
+        TraceFile(tmp_path, {})
+    assert (tmp_path / TRACES_NAME).read_bytes() == text
+
+
 def test_speedup_against_node_budget():
     def row(method, data, budget, speedup):
         return {"method": method, "data": data, "node_budget": budget, "speedup": speedup}

@@ -24,8 +24,11 @@ def test_wrong_prompts(tmp_path, caplog, line, message):
     path = tmp_path / "prompts.jsonl"
     good = '{"turns": ["good"]}\n'
     path.write_text(f"{good}{line}\n")
-    with pytest.raises(ValueError, match=f"1 of 2 records cannot be read .*prompts.jsonl, {message}"):
+    expected = f"1 of 2 records cannot be read .*, more than a share of 0.05.*prompts.jsonl, {message}"
+    with pytest.raises(ValueError, match=expected) as error:
         read_turns(str(path))
+    # No command that reads prompts has such an argument.
+    assert "max_bad_share" not in str(error.value)
     # One among many is left out.
     path.write_text(f"{good}{line}\n{good * 20}")
     assert read_turns(str(path)) == [["good"]] * 21

@@ -5,6 +5,7 @@ import functools
 
 import pytest
 import torch
+from bench_runs import trace
 from eagle3_models import new_eagle3
 from tiny_models import (
     new_target,
@@ -161,6 +162,24 @@ def test_a_killed_run_continues(models, tmp_path, monkeypatch):
     whole = TraceFile(tmp_path / "whole", {})
     Benchmark(models.target, tiny_tokenizer(), found, SETTINGS, repeats=1).run(DATA, whole)
     assert {key: each.tokens for key, each in traces.items()} == {k: e.tokens for k, e in whole.traces.items()}
+
+
+def test_the_progress_bar_counts_the_answers_of_this_runs_methods(models, tmp_path, monkeypatch):
+    bars = []
+
+    class Bar(runner.tqdm):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            bars.append(self)
+
+    monkeypatch.setattr(runner, "tqdm", Bar)
+    file = TraceFile(tmp_path, {})
+    # Of an earlier run, with more methods.
+    for method in ("plain", "falcon", "lookup"):
+        file.add(trace(method))
+    benchmark = Benchmark(models.target, tiny_tokenizer(), {"plain": {}}, SETTINGS, repeats=1)
+    benchmark.run({"a": [["abc"], ["de"]]}, file)
+    assert [(bar.initial, bar.total, bar.n) for bar in bars] == [(1, 2, 2)]
 
 
 def test_answers_are_fed_back(models, tmp_path, monkeypatch):

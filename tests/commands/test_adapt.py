@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """`hf-falcon adapt`: it continues the training of any drafter on another target's own responses, and resumes."""
 
+import hashlib
 import json
 import shutil
 from functools import partial
@@ -18,6 +19,7 @@ from hf_falcon.commands import adapt as command
 from hf_falcon.commands import main as entry
 from hf_falcon.drafters.eagle3 import Eagle3DraftModel
 from hf_falcon.drafters.eagle3_config import Eagle3DraftConfig
+from hf_falcon.training.token_file import TokenFile
 
 
 def eagle3():
@@ -63,7 +65,8 @@ def test_a_drafter_is_adapted(workplace, tmp_path, capsys, method):
     text = capsys.readouterr().out
     assert "3 held-out prompts" in text and str(output) in text
     report = json.loads((output / "adapt.json").read_text())
-    assert report.keys() == {"before", "after", "prompts", "drafter"} and report["after"]["final_tau"] >= 0
+    assert report.keys() == {"before", "after", "prompts", "drafter", "tokens_sha256"}
+    assert report["after"]["final_tau"] >= 0
 
     old, new = AutoDrafter.from_pretrained(tmp_path / "old"), AutoDrafter.from_pretrained(output)
     assert any(not torch.equal(a, b) for a, b in zip(old.parameters(), new.parameters()))
@@ -126,7 +129,7 @@ def test_an_interrupted_run_resumes(workplace, finished, tmp_path, monkeypatch):
         torch.testing.assert_close(found[name], tensor, msg=name)
 
 
-def test_refusals(workplace, tmp_path, capsys):
+def test_refusals(workplace, tmp_path, capsys, monkeypatch):
     DRAFTERS["falcon"]().save_pretrained(tmp_path / "old")
     assert entry.main(words(workplace, tmp_path / "old", tmp_path / "old")) == 1
     assert "the folder of the drafter itself" in capsys.readouterr().err
@@ -134,10 +137,16 @@ def test_refusals(workplace, tmp_path, capsys):
     assert "`limit` is 3" in capsys.readouterr().err
     assert entry.main(words(workplace, tmp_path / "old", tmp_path / "new", data=tmp_path / "missing.jsonl")) == 1
     assert "missing.jsonl" in capsys.readouterr().err
+    monkeypatch.setattr(command, "load_target", lambda *args, **kwargs: pytest.fail("loaded"))
+    assert entry.main(words(workplace, tmp_path / "old", workplace / "finetune")) == 1
+    assert "the folder of the target itself" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert entry.main(words(workplace, tmp_path / "old", tmp_path / "file" / "new")) == 1
+    assert f"nothing can be written in {tmp_path / 'file'}" in capsys.readouterr().err
 
 
-def test_what_continues_a_run(workplace, finished, tmp_path, capsys):
-    """Not another drafter; and more epochs than before are not complete at once."""
+def test_what_continues_a_run(workplace, finished, tmp_path, capsys, monkeypatch):
+    """Not another drafter; and more epochs than before are not complete at once, but fewer are."""
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     other = DRAFTERS["falcon"]()
     torch.nn.init.ones_(next(each for each in other.parameters() if each.dim() == 2))
@@ -148,3 +157,22 @@ def test_what_continues_a_run(workplace, finished, tmp_path, capsys):
     assert entry.main(words(workplace, tmp_path / "old", tmp_path / "new", **more)) == 0
     assert "The training is not complete" in capsys.readouterr().out
     assert "after" not in json.loads((tmp_path / "new" / "adapt.json").read_text())
+    found = {"final_tau": 2.0, "final_alpha": 0.5}
+    monkeypatch.setattr(command, "decoded_tau", lambda *args: found)
+    assert entry.main(words(workplace, tmp_path / "old", tmp_path / "new", num_train_epochs=1)) == 0
+    assert json.loads((tmp_path / "new" / "adapt.json").read_text())["after"] == found
+
+
+def test_a_report_of_other_data_is_refused(workplace, finished, tmp_path, capsys):
+    """The report's numbers are of the first prompts, also where no checkpoint tells of them."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    output = tmp_path / "new"
+    digest = hashlib.sha256(TokenFile.load(output / "tokens.safetensors").tokens.numpy().tobytes()).hexdigest()
+    assert json.loads((output / "adapt.json").read_text())["tokens_sha256"] == digest
+    (output / "tokens.safetensors").unlink()
+    for checkpoint in output.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    (tmp_path / "other.jsonl").write_text((workplace / "dialogues.jsonl").read_text().replace("abc", "cba"))
+    other = {"data": tmp_path / "other.jsonl", "num_train_epochs": 1}
+    assert entry.main(words(workplace, tmp_path / "old", output, **other)) == 1
+    assert "or with other data" in capsys.readouterr().err

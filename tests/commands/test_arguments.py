@@ -15,7 +15,7 @@ from tiny_models import tiny_drafter, tiny_target, tiny_tokenizer
 import hf_falcon
 from hf_falcon.commands import generate, models, train
 from hf_falcon.commands import main as entry
-from hf_falcon.commands.run_arguments import CommandParser, parse_run
+from hf_falcon.commands.run_arguments import CommandParser, check_names, parse_run
 from hf_falcon.core.target_parts import CACHE_NAME
 from hf_falcon.training.trainer import FalconTrainingArguments
 
@@ -269,3 +269,9 @@ def test_a_template_that_refuses_a_message(capsys, tmp_path):
 def test_files_of_the_same_name(capsys, command):
     assert entry.main([command, "--data", "one/test.jsonl", "other/test.jsonl"]) == 1
     assert "two files have the same name" in capsys.readouterr().err
+
+
+def test_a_file_with_the_name_of_all_results():
+    with pytest.raises(ValueError, match="results of all files go by the name 'all'; rename that file"):
+        check_names(["one/test.jsonl", "one/all.jsonl"])
+    check_names(["one/all.jsonl"])

@@ -77,3 +77,18 @@ def test_refusals(folders, tmp_path, capsys):
     (tmp_path / "file").write_text("")
     assert entry.main(["export", str(folders / "drafter"), str(tmp_path / "file")]) == 1
     assert "`output` is" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("source", ["drafter", "target"])
+def test_an_output_that_is_read(folders, capsys, source):
+    before = (folders / source / "config.json").read_bytes()
+    words = ["export", str(folders / "drafter"), f"{folders}/{source}/", "--target", str(folders / "target")]
+    assert entry.main(words) == 1
+    assert f"`output` is '{folders}/{source}/', the folder of the {source} itself" in capsys.readouterr().err
+    assert (folders / source / "config.json").read_bytes() == before
+
+
+def test_a_head_that_has_no_embedding_and_names_no_target(folders, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hf_falcon.commands.export.load_target", lambda *_: pytest.fail("loads a target"))
+    assert entry.main(["export", str(folders / "drafter"), str(tmp_path / "out")]) == 1
+    assert "give its target as `target`, or `without_embedding`." in capsys.readouterr().err

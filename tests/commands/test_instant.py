@@ -85,6 +85,16 @@ def test_errors_of_the_command(saved, tmp_path, capsys):
     assert "`limit` is 2; give 8 or more" in capsys.readouterr().err
 
 
+def test_an_output_below_a_file_is_refused_before_models_are_loaded(saved, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("hf_falcon.commands.instant.load_target", lambda *_: pytest.fail("loads a target"))
+    (tmp_path / "file").touch()
+    assert entry.main(words(saved, "llama", tmp_path / "file" / "out")) == 1
+    expected = (
+        f"`output` is '{tmp_path}/file/out', but nothing can be written in {tmp_path}/file: give another folder."
+    )
+    assert expected in capsys.readouterr().err
+
+
 def test_what_info_and_doctor_say_of_a_target(saved, capsys):
     llama, phi3 = str(saved / "llama"), str(saved / "phi3")
     assert entry.main(["info", llama]) == 0

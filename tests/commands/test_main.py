@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tiny_models import tiny_target, tiny_tokenizer
 from utilities import edit
 
@@ -84,15 +85,15 @@ def test_command_gets_its_arguments_and_gives_the_status(command, status):
     assert module.argv == ["--json", "--repeats", "1"]
 
 
-@pytest.mark.parametrize("error", [ValueError("`k` is 0; give 1 or more."), OSError("`k` is 0; give 1 or more.")])
-def test_mistakes_are_one_line(command, capsys, monkeypatch, error):
-    command(error)
+@pytest.mark.parametrize("kind", [ValueError, OSError, SafetensorError])
+def test_mistakes_are_one_line(command, capsys, monkeypatch, kind):
+    command(kind("`k` is 0; give 1 or more."))
     assert entry.main(["demo"]) == 1
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err == "hf-falcon demo: error: `k` is 0; give 1 or more.\n"
 
     monkeypatch.setenv("HF_FALCON_DEBUG", "1")
-    with pytest.raises(type(error)):
+    with pytest.raises(kind):
         entry.main(["demo"])
 
 

@@ -163,13 +163,15 @@ def test_more_connections_than_are_served(address, monkeypatch):
         ("NaN", 422, "The body of the request is nan: it must be an object."),
         ('"\\ud800"', 422, "is '\\ud800': it must be an object"),
         (b"\xff\xfe{}", 422, "can't decode byte 0xff"),
-        ('{"messages": [], "\x00": 1}', 422, "JSON decode error"),
+        ("", 422, "The body of the request is refused: Field required."),
+        ('{"messages": [], "\x00": 1}', 422, "The body of the request is refused: JSON decode error."),
+        ('{"messages": [], "a": "\t"}', 422, "The body of the request is refused: JSON decode error."),
     ],
     ids=lambda value: str(value)[:30],
 )
 def test_bodies_that_are_none(address, body, status, part):
     found, answer = post(address, body)
-    assert found == status and part in json.loads(answer).get("error", {}).get("message", answer)
+    assert found == status and part in message(answer)
 
 
 def test_a_body_of_another_type(address):
@@ -209,6 +211,7 @@ DEEP = json.loads("[" * 25 + "]" * 25)
         ({"generation_config": "[" * 100_000}, "nested more than 32 deep"),
         ({"generation_config": '{"top_k": -1, "do_sample": true}'}, "`top_k` of `generation_config` is -1; give an"),
         ({"generation_config": '{"min_p": 5}'}, "`min_p` of `generation_config` is 5; give a number from 0 to 1."),
+        ({"generation_config": '{"no_repeat_ngram_size": 65}'}, "is 65; give an integer from 0 to 64."),
         ({"generation_config": '{"repetition_penalty": 0}'}, "`repetition_penalty` of `generation_config` is 0"),
         ({"generation_config": '{"temperature": -1}'}, "`temperature` of `generation_config` is -1"),
         ({"generation_config": '{"eos_token_id": "x"}'}, "`eos_token_id` of `generation_config` is 'x'"),
@@ -253,7 +256,8 @@ def test_settings_of_the_template_and_of_the_answer(address):
     extra = {"chat_template_kwargs": {"enable_thinking": False}, "stop": ["z", "zz"], "logit_bias": {"3": 1.5}}
     assert post(address, {**BODY, **extra})[0] == 200
     # Integers where numbers are meant, and no value.
-    config = '{"top_k": 5, "do_sample": true, "repetition_penalty": 2, "temperature": 2, "min_p": null}'
+    config = '{"top_k": 5, "do_sample": true, "repetition_penalty": 2, "temperature": 2, "min_p": null, '
+    config += '"no_repeat_ngram_size": 64}'
     for stream in (False, True):
         status, answer = post(address, {**BODY, "stream": stream, "generation_config": config})
         assert status == 200 and "error" not in answer

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from hf_falcon.commands import main as entry
+from hf_falcon.commands import prepare_arguments
 from hf_falcon.commands.run_arguments import parse_run
 from hf_falcon.commands.train import DrafterArguments
 from hf_falcon.training.trainer import FalconTrainingArguments
@@ -87,6 +88,27 @@ def test_the_command_line_wins(file):
         options, args = parse(*words, "--block_size", "1", "--max-steps", "-1", "--bf16")
         assert (options.data, options.block_size, args.max_steps, args.bf16) == (["c"], 1, -1, True)
         assert args.learning_rate == 1e-3
+
+
+def test_a_flag_that_is_repeated_adds_up():
+    words = "--data a --output b --exclude a --exclude b c --temperatures 0.5 --temperatures 0 1"
+    found = prepare_arguments.parser().parse_args(words.split())
+    assert found.exclude == ["a", "b", "c"] and parse("--data", "a", "--data", "b")[0].data == ["a", "b"]
+    # A list that is not empty by default is replaced.
+    assert found.temperatures == [0.0, 1.0]
+
+
+@pytest.mark.parametrize("data", ["[a, b]", "a"])
+def test_a_list_of_the_command_line_replaces_that_of_the_file(file, data):
+    path = file(f"data: {data}\nfeature_layers: [1]")
+    options, _ = parse("--config", path, "--data", "c", "--data=d", "--feature-layers", "2")
+    assert (options.data, options.feature_layers) == (["c", "d"], [2])
+
+
+def test_an_empty_list_of_the_file(file):
+    assert parse("--config", file("data: [a]\nfeature_layers: []"))[0].feature_layers == []
+    with pytest.raises(ValueError, match="--data: expected at least one argument"):
+        parse("--config", file("data: []"))
 
 
 def test_without_a_file():

@@ -2,9 +2,11 @@
 """`hf-falcon serve`: its answers are the target's own, drafted; requests that it refuses; how it ends."""
 
 import concurrent.futures
+import copy
 import http.client
 import importlib.util
 import json
+import logging
 import re
 import shlex
 import signal
@@ -23,7 +25,7 @@ from tiny_models import new_drafter, new_target, tiny_drafter
 import hf_falcon
 from hf_falcon import FalconDraftModel
 from hf_falcon.commands import main as entry
-from hf_falcon.commands import serve, serving
+from hf_falcon.commands import request_limits, serve, serving
 
 needs_the_extra()
 NAME = "user/tiny"
@@ -163,6 +165,52 @@ def test_the_one_model(client, address):
     # Nothing unloads it, and a request need not name it.
     assert post(address, "/reset", {})[0] == 200
     assert post(address, "/v1/chat/completions", {"messages": CHAT, "max_tokens": 2})[0] == 200
+
+
+def test_another_model_is_refused_in_the_same_words_wherever_it_is(address, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    for name in (str(tmp_path), str(tmp_path / "none"), "user/\x1b[2J"):
+        [event] = post(address, "/load_model", {"model": name})[1].split("\n\n")[:-1]
+        text = f"`model` is {name!r}: this server has {NAME!r} only."
+        assert json.loads(event.removeprefix("data: ")) == {"status": "error", "model": name, "message": text}
+    # The words of a client are not in the log.
+    assert not caplog.records
+
+
+@pytest.fixture
+def configs(monkeypatch):
+    """The generation configurations with which answers begin; the answers are short."""
+    found = []
+
+    def limit(config, *args):
+        request_limits.limit_answer(config, *args)
+        found.append(copy.copy(config))
+        config.max_new_tokens = min(config.max_new_tokens, TOKENS)
+
+    monkeypatch.setattr(serving, "limit_answer", limit)
+    return found
+
+
+def test_a_temperature_of_generation_config_has_an_effect_where_the_target_samples(
+    target, address, configs, monkeypatch
+):
+    body = {"messages": CHAT, "seed": 3, "generation_config": '{"temperature": 1e-4, "top_p": 0.9}'}
+    expected = plain_text(target, CHAT)
+    for samples in (True, False):
+        monkeypatch.setattr(target.generation_config, "do_sample", samples)
+        answer = json.loads(post(address, "/v1/chat/completions", body)[1])
+        assert answer["choices"][0]["message"]["content"] == expected
+    assert [(config.temperature, config.top_p) for config in configs] == [(1e-4, 0.9), (None, None)]
+
+
+def test_a_generation_config_without_a_limit_gets_the_usual_one(target, address, configs, monkeypatch):
+    for own, context in ((None, 4096), (2000, 4096), (None, 256)):
+        monkeypatch.setattr(target.generation_config, "max_new_tokens", own)
+        monkeypatch.setattr(target.config, "max_position_embeddings", context)
+        status, answer = post(address, "/v1/chat/completions", {"messages": CHAT, "generation_config": "{}"})
+        assert status == 200
+    length = json.loads(answer)["usage"]["prompt_tokens"]
+    assert [config.max_new_tokens for config in configs] == [1024, 2000, 256 - length]
 
 
 def post(address, path, body):

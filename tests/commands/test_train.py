@@ -4,9 +4,11 @@
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -26,6 +28,7 @@ from hf_falcon.commands.train_arguments import DrafterArguments
 from hf_falcon.training import features, trainer
 from hf_falcon.training.features import feature_statistics
 from hf_falcon.training.plot import draw
+from hf_falcon.training.provenance import refuse_other_run
 from hf_falcon.training.token_file import TokenFile
 from hf_falcon.training.trainer import FalconTrainingArguments
 
@@ -242,6 +245,35 @@ def test_wrong_arguments(workplace, tmp_path, capsys, monkeypatch, changes, mess
     # A progress bar may stand around it.
     error = capsys.readouterr().err
     assert "hf-falcon train: error: " in error and message in error and "Traceback" not in error
+
+
+def test_folders_that_no_run_writes_to(workplace, tmp_path, monkeypatch):
+    """They are refused before a file is read."""
+    monkeypatch.setattr(train.TokenFile, "load", lambda path: pytest.fail("loaded"))
+    (tmp_path / "file").touch()
+    (tmp_path / "old").mkdir()
+    for output, message in (
+        (tmp_path / "file" / "new", f"but nothing can be written in {tmp_path / 'file'}: give another folder"),
+        (workplace / "target", "the folder of the target itself: give another one"),
+        (f"{tmp_path}/new/../old", "the folder of the drafter itself: give another one"),
+    ):
+        with pytest.raises(ValueError) as error:
+            train.main(arguments(workplace, output, init_from=tmp_path / "old"))
+        assert f"`output_dir` is {str(output)!r}, {message}" in str(error.value)
+
+
+def test_a_run_is_not_continued_as_another_drafter(workplace, tmp_path):
+    checkpoint, before = tmp_path / "checkpoint-1", asdict(DrafterArguments(data=["a"]))
+    checkpoint.mkdir()
+    (checkpoint / "provenance.json").write_text(json.dumps({"arguments": before}))
+    for name, value in {"feature_layers": [0], "eval_samples": 3, "block_size": 2, "draft_vocab_size": 20}.items():
+        message = f"`{name}` is {value!r}, and was {before[name]!r} in the run of {str(checkpoint)!r}: give that to "
+        with pytest.raises(ValueError, match=re.escape(message)):
+            refuse_other_run(checkpoint, {"arguments": {**before, name: value}})
+    # What a checkpoint does not depend on.
+    refuse_other_run(checkpoint, {"arguments": {**before, "final_tau_prompts": 1, "features_dir": "features"}})
+    with pytest.raises(ValueError, match="`block_size` is 2, and was 1"):
+        train.main(arguments(workplace, tmp_path))
 
 
 def test_a_drafter_for_another_target_takes_its_name(workplace, tmp_path, caplog):

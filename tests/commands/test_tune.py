@@ -140,6 +140,20 @@ def test_wrong_numbers(option):
         tune.TuneArguments(**{option: 0})
 
 
+def test_an_output_below_a_file_is_refused_before_models_are_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(tune, "load_target", lambda *_: pytest.fail("loads a target"))
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="`output` is .*file/out', but nothing can be written in .*/file: give"):
+        tune.main(["--output", str(tmp_path / "file" / "out")])
+
+
+def test_a_generation_config_that_holds_a_list_is_named(tmp_path):
+    (tmp_path / "generation_config.json").write_text("[1]")
+    with pytest.raises(ValueError, match=r"generation_config\.json holds a list, not an object"):
+        tune.keep_calibration(tmp_path, [0.5], None)
+    assert (tmp_path / "generation_config.json").read_text() == "[1]"
+
+
 def test_expected_tokens_of_a_language_model():
     """Of a copy of the target: what it expects of a text is what the target expects."""
     target = tiny_target("llama")

@@ -6,8 +6,11 @@ import copy
 import gc
 import importlib.util
 import io
+import logging
+import re
 import threading
 import time
+import types
 import weakref
 
 import pytest
@@ -22,11 +25,13 @@ from transformers import (
     TextStreamer,
     pipeline,
 )
+from transformers.utils import logging as transformers_logging
 from utilities import edit, load_model
 
 import hf_falcon
 from hf_falcon import FalconDraftModel, attaching
 from hf_falcon.core import hook
+from hf_falcon.learning.learner import learner_of
 
 SAMPLED = {"do_sample": True, "top_k": 0}
 DICT = {"return_dict_in_generate": True}
@@ -102,6 +107,7 @@ AS_WITHOUT = {
     "sampled beams": {"num_beams": 3, **SAMPLED},
     "beams of a configuration": {"generation_config": GenerationConfig(num_beams=2, max_new_tokens=9)},
     "no cache": {"use_cache": False},
+    "unset cache": {"use_cache": None},
     "no cache, by configuration": {"generation_config": GenerationConfig(use_cache=False, max_new_tokens=9)},
     "other schedule": {"num_assistant_tokens_schedule": "heuristic_transient"},
     "of an assistant": {"is_assistant": True, **DICT},
@@ -176,6 +182,42 @@ def test_training_mode(drafted):
     first = generate(target)
     hf_falcon.detach(target)
     assert generate(target).tolist() == first.tolist() and drafted == []
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_a_router_that_adds_noise_in_training_mode_is_decoded_plainly(noise, drafted):
+    target = new_target("llama")
+    target.model.layers[1].mlp.router_jitter_noise = noise
+    hf_falcon.attach(target, tiny_drafter(target))
+    target.train()
+    generate(target)
+    assert bool(drafted) is (noise == 0.0)
+
+
+def test_a_head_whose_weights_are_elsewhere_is_not_drafted_for():
+    """As DeepSpeed leaves it outside a forward (ZeRO-3)."""
+    target = new_target("llama")
+    drafter, finder = tiny_drafter(target), attaching.AttachedDrafters()
+    assert finder.takes(target, drafter, {}, {})
+    target.lm_head.weight = torch.nn.Parameter(torch.empty(0))
+    assert not finder.takes(target, drafter, {}, {})
+
+
+def test_a_target_without_a_layer_that_the_drafter_reads(drafted, caplog):
+    transformers_logging.warning_once.cache_clear()
+    target = new_target("llama")
+    drafter = tiny_drafter(target, extra="layers")
+    refusal = r"`feature_layers` is \[1, 0\], but LlamaForCausalLM has 1"
+    with pytest.raises(ValueError, match=refusal):
+        hf_falcon.attach(new_target("llama", num_hidden_layers=1), drafter)
+    hf_falcon.attach(target, drafter)
+    target.model.layers, target.config.num_hidden_layers = target.model.layers[:1], 1
+    with caplog.at_level(logging.WARNING, logger="hf_falcon"):
+        for _ in range(2):
+            assert generate(target).tolist() == generate(target, assistant_model=None).tolist()
+    [warning] = [each.getMessage() for each in caplog.records]
+    assert re.match(f"The attached drafter is not used, plain decoding runs: {refusal}", warning)
+    assert drafted == []
 
 
 def test_pipeline(target, drafted):
@@ -253,7 +295,7 @@ def test_by_name(kind, tmp_path, target, drafted):
     assert (drafter.dtype, drafter.device, drafter.training) == (target.dtype, target.device, False)
     # Errors come at once, and leave the drafter that is attached.
     edit(tmp_path / "target" / "config.json", architectures=["LlamaForSequenceClassification"])
-    with pytest.raises(TypeError, match=r"`drafter` is '.*target', not a drafter of hf_falcon: give a drafter"):
+    with pytest.raises(ValueError, match="target` is .*, which is no drafter of a known method"):
         hf_falcon.attach(target, kind(tmp_path / "target"))
     with pytest.raises(OSError, match="missing"):
         hf_falcon.attach(target, kind(tmp_path / "missing"))
@@ -292,13 +334,33 @@ def test_threads_load_a_drafter_by_name_once(tmp_path, monkeypatch):
     target, loaded = new_target("llama"), []
     tiny_drafter(target).save_pretrained(tmp_path)
 
-    def load(name, dtype):
+    def load(name, *args):
         loaded.append(name)
         # As long as another thread needs to come here.
         time.sleep(0.05)
-        return hf_falcon.FalconDraftModel.from_pretrained(name, dtype=dtype)
+        return hf_falcon.AutoDrafter.from_pretrained(name, *args)
 
-    monkeypatch.setattr(attaching, "_loaders", [load])
+    monkeypatch.setattr(attaching, "AutoDrafter", types.SimpleNamespace(from_pretrained=load))
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
         found = list(pool.map(lambda _: generate(target, assistant_model=str(tmp_path)).tolist(), range(4)))
     assert loaded == [str(tmp_path)] and found == 4 * [generate(target).tolist()]
+
+
+def test_a_drafter_that_is_attached_again_ends_its_learning():
+    target = new_target("llama")
+    drafter = new_drafter(target)
+    hf_falcon.attach(target, drafter, learn=True)
+    assert learner_of(drafter).is_of(target)
+    hf_falcon.attach(target, drafter)
+    assert learner_of(drafter) is None
+
+
+def test_a_folder_that_is_refused_leaves_the_learning_of_before(tmp_path):
+    target = new_target("llama")
+    drafter, other = new_drafter(target), new_drafter(target, seed=2)
+    hf_falcon.attach(target, other, learn=tmp_path / "b")
+    hf_falcon.attach(target, drafter, learn=tmp_path / "a")
+    with pytest.raises(ValueError, match="b` was begun with another drafter"):
+        hf_falcon.attach(target, drafter, learn=tmp_path / "b")
+    assert learner_of(drafter).options.folder == tmp_path / "a" and learner_of(drafter).watches(target)
+    hf_falcon.detach(target)

@@ -417,6 +417,23 @@ def test_a_row_that_ends_at_once_leaves_the_other_its_prompt(monkeypatch):
     assert [(features.shape[1], position, padding) for features, position, padding in started] == [(4, 0, 5)]
 
 
+def test_a_row_of_a_prompt_that_has_no_allowed_token():
+    # Its only allowed token may not come yet, and another row of the prompt has allowed tokens.
+    settings = {
+        "do_sample": True,
+        "num_return_sequences": 3,
+        "prefix_allowed_tokens_fn": lambda row, ids: [2] if ids[-1] % 2 else list(range(4, 40)),
+        "remove_invalid_values": True,
+        "min_new_tokens": 10,
+        "eos_token_id": 2,
+        "pad_token_id": 0,
+    }
+    target, inputs = tiny_target("llama"), batch((5, 7))
+    found = plain(target, assistant_model=tiny_drafter(target), inputs=inputs, **settings)
+    expected = plain(target, inputs=inputs, **settings)
+    assert found[0].tolist() == expected[0].tolist() and found[1] == expected[1]
+
+
 def test_a_processor_that_knows_of_several_rows_of_a_prompt():
     target, inputs = tiny_target("llama"), batch((5, 7))
     allowed = {0: list(range(4, 20)), 1: list(range(20, 40))}

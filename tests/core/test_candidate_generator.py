@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from tiny_models import EXTRAS, HIDDEN, new_drafter, prompt, random_tokens, tiny_drafter
 from utilities import close
 
-from hf_falcon import DraftOptions, FalconCandidateGenerator
+from hf_falcon import DraftOptions, DraftTree, FalconCandidateGenerator
 from hf_falcon.core import candidate_generator, draft_session
 from hf_falcon.core import drafter as drafter_module
 from hf_falcon.core.policy import AcceptanceStats, DraftDecision, DraftPolicy
+from hf_falcon.core.tree import ancestor_mask
 from hf_falcon.training.features import target_features
 
 SHAPES = [(k, layers) for k in (1, 2, 3, 4) for layers in (0, 1, 2)]
@@ -335,4 +336,19 @@ def test_what_waits_for_a_first_commit_is_not_copied_in_every_round(target, monk
         generator.draft(ids, 4)
         pieces.append(len(generator._uncommitted))
         generator._uncommitted.append(torch.zeros(1, 1, width))
+        generator._waiting += 1
     assert max(pieces) > 10 and sum(each.shape[1] for each in generator._uncommitted) <= 2 * 16 + 1
+
+
+@torch.no_grad()
+def test_a_chain_is_the_path_of_which_most_tokens_are_expected(target, monkeypatch):
+    parents, depths = torch.tensor([0, 0, 0, 1, 2]), torch.tensor([0, 1, 1, 2, 2])
+    tree = DraftTree(torch.tensor([5, 11, 12, 13, 14]), parents, depths, ancestor_mask(parents, 2))
+    # The first path is as deep as the second one.
+    tree.log_probs = torch.tensor([1.0, 0.1, 0.9, 0.09, 0.8]).log()
+    ids = prompt(9)
+    with FalconCandidateGenerator(tiny_drafter(target), target) as generator:
+        monkeypatch.setattr(generator, "propose", lambda *args: tree)
+        target(ids[:, :-1])
+        candidates, _ = generator.get_candidates(ids)
+    assert candidates.tolist() == [[*ids[0].tolist(), 12, 14]]

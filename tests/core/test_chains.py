@@ -431,3 +431,24 @@ def test_rewind(kinds, seed):
         assert ours.get_seq_length() == theirs.get_seq_length()
         assert ours.keys.equal(theirs.keys) and ours.values.equal(theirs.values)
         assert getattr(ours, "sum", None) == getattr(theirs, "sum", None)
+
+
+@pytest.mark.parametrize(("model_type", "rows"), [("llama", 1), ("llama", 2), ("bloom", 1)])
+def test_a_stream_ends_once_the_cache_is_complete(model_type, rows, model_of):
+    class Streamer:
+        def put(self, tokens):
+            pass
+
+        def end(self):
+            seen.append((type(cache.layers[0]).__name__, cache.get_seq_length()))
+
+    target = model_of(model_type)
+    ids = torch.arange(4, 4 + rows * PROMPT_LENGTH).view(rows, -1) % VOCAB
+    found = []
+    for drafter in (None, FalconDraftModel(FalconDraftConfig.from_target(target)).eval()):
+        seen: list = []
+        cache = DynamicCache(config=target.config)
+        options = {"max_new_tokens": 12, "do_sample": False, CACHE_NAME: cache, "eos_token_id": None}
+        target.generate(ids, assistant_model=drafter, streamer=Streamer(), **options)
+        found.append(seen)
+    assert found[0] == found[1] and len(found[0]) == 1

@@ -7,6 +7,7 @@ import shutil
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tiny_models import TARGETS, hooks_of, new_target, prompt, tiny_drafter, tin
 from transformers import GenerationMixin, LlamaConfig, LlamaForCausalLM
 
 import hf_falcon
-from hf_falcon import FalconCandidateGenerator, FalconGenerateOutput, attaching
+from hf_falcon import CausalLMDrafter, FalconCandidateGenerator, FalconGenerateOutput, attaching
 
 PACKAGE = Path(hf_falcon.__file__).parent
 ASSISTANTS = ("language model", "prompt lookup")
@@ -152,7 +153,8 @@ def test_copies_share_what_is_disabled_and_how_names_load(second_copy, monkeypat
     assert GenerationMixin._assisted_decoding.__globals__ is vars(theirs)
     assert theirs._finders is hf_falcon.core.hook._finders
     drafter = tiny_drafter(target)
-    monkeypatch.setattr(attaching, "_loaders", [lambda name, dtype: names.append(name) or drafter])
+    loader = SimpleNamespace(from_pretrained=lambda name, *args: names.append(name) or drafter)
+    monkeypatch.setattr(attaching, "AutoDrafter", loader)
     output = generate(target, ids, assistant_model="user/drafter", return_dict_in_generate=True)
     assert has_statistics(output) and names == ["user/drafter"]
     monkeypatch.setattr(theirs, "_finders", [])
@@ -161,6 +163,20 @@ def test_copies_share_what_is_disabled_and_how_names_load(second_copy, monkeypat
     theirs.disable()
     hf_falcon.enable()
     assert GenerationMixin._assisted_decoding.__wrapped__ is stock
+
+
+@pytest.mark.parametrize("kind", ["lookup", "language model"])
+def test_beam_search_takes_any_drafter(kind):
+    """transformers warns that the drafter has no effect."""
+    target, ids = tiny_target("llama"), prompt(12)
+    drafter = "lookup" if kind == "lookup" else CausalLMDrafter(new_target("llama", vocab_size=48))
+    expected = generate(target, ids, num_beams=2)
+    assert generate(target, ids, assistant_model=drafter, num_beams=2).tolist() == expected.tolist()
+
+
+def test_a_tokenizer_that_a_drafter_does_not_read_is_refused():
+    with pytest.raises(ValueError, match="`assistant_tokenizer`: a LookupDrafter reads none, so leave it out"):
+        generate(tiny_target("llama"), prompt(12), assistant_model="lookup", assistant_tokenizer=object)
 
 
 def test_threads_share_target_and_drafter():

@@ -14,7 +14,7 @@ from distributions import surprise, text_probabilities
 from quick import one_in
 from tiny_models import new_drafter, new_target, prompt, random_tokens, tiny_drafter, tiny_target
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList, TemperatureLogitsWarper
 
 from hf_falcon import DraftOptions, StaticTree
 from hf_falcon import sampling as speculative
@@ -304,11 +304,23 @@ def test_every_node_has_the_proposal_it_was_drawn_from():
         assert tree.proposals.shape[0] == 3 and not torch.equal(tree.proposals[0], tree.proposals[1])
 
 
-def test_a_drafter_that_overflows():
+@pytest.mark.parametrize("warper", [{"top_k": 0}, {"eta_cutoff": 1e-3}])
+def test_a_drafter_that_overflows(warper):
     target, ids = tiny_target("llama"), prompt(9)
     drafter = copy.deepcopy(tiny_drafter(target, verification="speculative"))
     torch.nn.init.constant_(drafter.norm.weight, math.inf)
-    output = target.generate(ids, assistant_model=drafter, max_new_tokens=8, do_sample=True, top_k=0)
+    output = target.generate(ids, assistant_model=drafter, max_new_tokens=8, do_sample=True, **warper)
+    assert output.shape == (1, 17)
+
+
+def test_a_warper_that_reads_the_text_is_not_applied_to_drafts():
+    class Cooling(TemperatureLogitsWarper):
+        def __call__(self, input_ids, scores):
+            return scores / (1.0 + input_ids.shape[1] / 100)
+
+    target, ids = tiny_target("llama"), prompt(9)
+    options = {"max_new_tokens": 8, "do_sample": True, "logits_processor": [Cooling(1.0)]}
+    output = target.generate(ids, assistant_model=tiny_drafter(target, verification="speculative"), **options)
     assert output.shape == (1, 17)
 
 

@@ -250,3 +250,11 @@ def test_paths_are_sorted_by_depth():
 def test_root_alone():
     check(single_node(ROOT), 0)
     assert torch.equal(ancestor_mask(torch.tensor([0]), 0), torch.ones(1, 1, dtype=torch.bool))
+
+
+def test_the_likeliest_path_of_a_tree_without_probabilities_is_its_deepest():
+    parents = torch.tensor([0, 0, 0, 1, 2, 4])
+    tree = DraftTree(torch.arange(7, 13), parents, torch.tensor([0, 1, 1, 2, 2, 3]), ancestor_mask(parents, 3))
+    found = tree.likeliest_path()
+    check(found, 3)
+    assert found.token_ids.tolist() == [7, 9, 11, 12] and found.log_probs is None

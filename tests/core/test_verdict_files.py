@@ -5,11 +5,12 @@ import types
 
 import pytest
 import torch
-from tiny_models import new_target, prompt
+from tiny_models import new_target, prompt, tiny_tokenizer
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_falcon import cost_files, verdict_files
+from hf_falcon import LookupDrafter, cost_files, verdict_files
+from hf_falcon.commands.generate import Reply
 from hf_falcon.core import probe
 from hf_falcon.core.probe import CHAINS, TREES
 from hf_falcon.verdicts import verdict_of_prompt
@@ -96,6 +97,16 @@ def test_a_target_that_was_changed_is_tried(tried, change):
         change(target)
         way(target)
     assert len(tried) == 3
+
+
+def test_hooks_of_hf_falcon_change_nothing_that_is_tried(tried):
+    """Such as the hook of a streamed reply, which counts forwards."""
+    for _ in range(2):
+        probe._verdicts.clear()
+        reply = Reply(new_target("llama"), LookupDrafter(), tiny_tokenizer(), lambda text: None)
+        reply.run({"input_ids": prompt(9)}, {"max_new_tokens": 4, "do_sample": False})
+        assert reply.tokens == 4
+    assert len(tried) == 1
 
 
 def without_mask(module, query, key, value, attention_mask, **kwargs):

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM, pipeline
 from utilities import edit
 
 import hf_falcon
-from hf_falcon import AutoDrafter, DraftModel, FalconDraftModel
+from hf_falcon import AutoDrafter, DraftModel, FalconDraftModel, LookupDrafter
 from hf_falcon.drafters.auto import drafter_class, is_drafter
 from hf_falcon.drafters.eagle3 import Eagle3DraftModel
 
@@ -75,6 +75,13 @@ def test_a_folder(saved, name, as_path):
     assert generate(target, drafter) == generate(target)
 
 
+def test_a_path_is_a_folder_whatever_its_name_is(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny_drafter(tiny_target()).save_pretrained("lookup")
+    assert type(AutoDrafter.from_pretrained(Path("lookup"))) is FalconDraftModel
+    assert type(AutoDrafter.from_pretrained("lookup")) is LookupDrafter
+
+
 def test_it_is_not_constructed():
     with pytest.raises(TypeError, match=r"call `AutoDrafter.from_pretrained\(name\)`"):
         AutoDrafter()
@@ -94,12 +101,24 @@ def test_generate_takes_a_name(saved, drafted, name):
     assert drafted[-1] is not drafted[0] and drafted[-1].dtype == torch.bfloat16
 
 
-def test_generate_leaves_other_names_alone(saved, tmp_path):
-    """A model that is no drafter is left to transformers, which takes objects."""
+def test_a_drafter_by_name_stays_loaded_while_texts_are_looked_up(saved, drafted):
+    target = LlamaForCausalLM.from_pretrained(saved / "target")
+    for name in (saved / "falcon", "lookup", saved / "falcon", "lookup"):
+        generate(target, name)
+    assert type(drafted[0]) is FalconDraftModel and type(drafted[1]) is LookupDrafter
+    assert drafted[2] is drafted[0] and drafted[3] is drafted[1]
+
+
+@pytest.mark.parametrize("call", [generate, hf_falcon.attach])
+def test_names_of_no_drafter_are_refused(saved, tmp_path, call):
+    """With the error that says what was found."""
     shutil.copytree(saved / "target", tmp_path, dirs_exist_ok=True)
     edit(tmp_path / "config.json", architectures=["LlamaForSequenceClassification"])
-    with pytest.raises(AttributeError, match="'str' object has no attribute"):
-        generate(tiny_target(), str(tmp_path))
+    with pytest.raises(ValueError, match=r"LlamaForSequenceClassification'\], which is no drafter of a known method"):
+        call(tiny_target(), str(tmp_path))
+    (tmp_path / "config.json").unlink()
+    with pytest.raises(OSError, match=r"has no `config.json`"):
+        call(tiny_target(), str(tmp_path))
 
 
 @pytest.mark.parametrize("name", KINDS)

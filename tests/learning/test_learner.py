@@ -863,6 +863,15 @@ def fails(*args):
     raise OSError("full")
 
 
+def test_a_save_that_fails_at_the_end_of_the_process_keeps_no_other_from_its_own(tmp_path, monkeypatch, caplog):
+    pairs = [pair() for _ in range(2)]
+    first, _ = [learner(drafter, target, folder=tmp_path / str(n)) for n, (target, drafter) in enumerate(pairs)]
+    monkeypatch.setattr(first, "save", fails)
+    learner_module._close_all()
+    assert caplog.text.count("was not saved: OSError: full") == 1
+    assert (tmp_path / "1" / STATE_NAME).is_file() and not (tmp_path / "0" / STATE_NAME).exists()
+
+
 def test_a_new_learner_in_the_middle_of_a_call_begins_with_what_was_learnt():
     target, drafter = pair()
     found = learner(drafter, target)

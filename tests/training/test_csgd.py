@@ -204,10 +204,12 @@ def test_only_responses_are_learnt(target, monkeypatch, block_size):
     assert torch.equal(read[0], batch.features[0, 8:15])
 
 
-def test_a_batch_without_anything_to_learn(target):
-    drafter = new_drafter(target, block_size=3)
-    batch = draft_batch(target, lengths=[4, 3], prompts=[1, 2])
-    found = draft_loss(drafter, TrainingHeads.of(drafter, target), batch, seeded(), WEIGHTS, glancing_ratio=0.4)
+# The second is shorter than a block, also in the pass that reads what the first has drafted.
+@pytest.mark.parametrize("lengths, prompts, passes", [([4, 3], [1, 2], 1), ([2], [1], 2)])
+def test_a_batch_without_anything_to_learn(target, lengths, prompts, passes):
+    drafter = new_drafter(target, block_size=3, num_lstm_layers=0)
+    heads, batch = TrainingHeads.of(drafter, target), draft_batch(target, lengths, prompts)
+    found = draft_loss(drafter, heads, batch, seeded(), WEIGHTS, glancing_ratio=0.4, passes=passes)
     found.loss.backward()
     assert found.loss.item() == 0 and not found.counts.any()
 
@@ -258,6 +260,18 @@ def test_checkpointed_activations(target, block_size, passes):
         found.append([result.loss.detach(), *(parameter.grad for parameter in drafter.parameters())])
         assert len(runs) == passes * len(drafter.layers) * (1 + checkpointed)
     torch.testing.assert_close(*found)
+
+
+def test_what_learns_without_glancing_learns_with_it_in_mixed_precision(target):
+    def learning(ratio):
+        drafter = new_drafter(target, block_size=2, num_lstm_layers=0).train()
+        heads = TrainingHeads.of(drafter, target, torch.bfloat16)
+        with torch.autocast("cpu", torch.bfloat16):
+            found = draft_loss(drafter, heads, draft_batch(target), seeded(), WEIGHTS, glancing_ratio=ratio)
+        found.loss.backward()
+        return {name for name, each in drafter.named_parameters() if each.grad is not None and each.grad.any()}
+
+    assert learning(0.0) and learning(0.0) <= learning(0.4)
 
 
 def test_noise_is_drawn_from_the_generator(target):

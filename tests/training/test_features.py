@@ -130,6 +130,11 @@ def test_stored_features_of_something_else(target, tmp_path, other):
         StoredFeatures(tmp_path, *arguments)
 
 
+def test_features_of_float16_targets_are_told_apart():
+    first, again, other = (identity(new_target(seed=seed).half(), token_file(), []) for seed in (0, 0, 8))
+    assert first == again != other
+
+
 def test_no_room_for_features(target, tmp_path, monkeypatch):
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(10**6, 10**6 - 1000, 1000))

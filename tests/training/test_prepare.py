@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -236,6 +237,45 @@ def test_continuing_with_other_arguments_is_refused(arguments, target, monkeypat
     before = os.stat(arguments().output).st_mtime_ns
     assert len(prepare(arguments(), *target)) == 14
     assert os.stat(arguments().output).st_mtime_ns == before
+
+
+def test_float16_targets_are_told_apart(arguments, target, monkeypatch):
+    """Where a run goes on, and not in the file: a copy in another dtype has no such fingerprint."""
+    tokenizer = target[1]
+    model, other = (make_target()[0].half() for _ in range(2))
+    torch.nn.init.ones_(other.model.embed_tokens.weight)
+    with monkeypatch.context() as patch:
+        kill_at(patch, prepare_module, "_respond", 1)
+        with pytest.raises(Killed):
+            prepare(arguments(), model, tokenizer)
+    with pytest.raises(ValueError, match="out.parts was made .*`target_fingerprint` was"):
+        prepare(arguments(), other, tokenizer)
+    file = prepare(arguments(), model, tokenizer)
+    assert file.metadata["target_fingerprint"] is None and file.metadata["plan"]["target_fingerprint"]
+    with pytest.raises(ValueError, match="out was made .*`target_fingerprint` was"):
+        prepare(arguments(), other, tokenizer)
+
+
+def test_a_damaged_part_is_deleted_and_made_again(arguments, target, unbroken, monkeypatch):
+    with monkeypatch.context() as patch:
+        kill_at(patch, prepare_module, "_respond", 2)
+        with pytest.raises(Killed):
+            prepare(arguments(), *target)
+    part = Path(f"{arguments().output}.parts", "batch-00000.safetensors")
+    part.write_bytes(part.read_bytes()[:100])
+    with pytest.raises(ValueError, match=f"{re.escape(str(part))} cannot be read .*: delete it and repeat"):
+        prepare(arguments(), *target)
+    part.unlink()
+    prepare(arguments(), *target)
+    assert Path(arguments().output).read_bytes() == unbroken
+
+
+def test_a_plan_that_is_no_object_is_named(arguments, target):
+    plan = Path(f"{arguments().output}.parts", "plan.json")
+    plan.parent.mkdir()
+    plan.write_text("[]")
+    with pytest.raises(ValueError, match=f"{re.escape(str(plan))} holds a list, not an object"):
+        prepare(arguments(), *target)
 
 
 def samples_of(file, target):
@@ -583,8 +623,8 @@ def test_processes_share_the_batches(arguments, target, unbroken, monkeypatch, p
 
         def wait_for_everyone(rank=rank, barriers=barriers):
             barriers.append(1)
-            # The first comes before generation, the second after it.
-            if rank and len(barriers) == 2:
+            # Two come before generation, the third after it.
+            if rank and len(barriers) == 3:
                 raise Killed
 
         state = SimpleNamespace(

@@ -26,8 +26,8 @@ from hf_falcon.training.csgd import (
     draft_loss,
 )
 from hf_falcon.training.features import target_features
-from hf_falcon.training.provenance import git_revision
-from hf_falcon.training.trainer import FalconTrainingArguments, collate
+from hf_falcon.training.provenance import git_revision, refuse_other_run
+from hf_falcon.training.trainer import FalconTrainingArguments, _DraftProgress, collate
 
 
 class Interrupt(TrainerCallback):
@@ -310,6 +310,23 @@ def test_a_run_is_not_continued_with_other_data_or_for_another_target(target, tm
     assert run.state.global_step == 3
 
 
+@pytest.mark.parametrize("name, share", [("model.safetensors", 0.5), ("trainer_state.json", 0.0)])
+def test_a_damaged_checkpoint_is_named(target, unbroken, tmp_path, name, share):
+    shutil.copytree(unbroken[0] / "checkpoint-4", tmp_path / "checkpoint-4")
+    file = tmp_path / "checkpoint-4" / name
+    content = file.read_bytes()
+    file.write_bytes(content[: int(share * len(content))])
+    with pytest.raises(ValueError, match=f"`{re.escape(str(file))}` cannot be read .*: delete this checkpoint"):
+        trainer(target, tmp_path).train(resume_from_checkpoint=True)
+
+
+@pytest.mark.parametrize("content, remedy", [("", "write it again"), ("[]", "holds a list, not an object: delete it")])
+def test_a_damaged_record_of_a_run_is_named(tmp_path, content, remedy):
+    (tmp_path / "provenance.json").write_text(content)
+    with pytest.raises(ValueError, match=f"provenance.json.*{remedy}"):
+        refuse_other_run(tmp_path, {})
+
+
 def test_a_trainer_uses_one_gpu(target, tmp_path):
     """Several are for several processes: transformers would split our batches, which it cannot."""
     args = trainer(target, tmp_path).args
@@ -448,6 +465,23 @@ def test_the_progress_bar_can_be_turned_off(target, tmp_path, capfd, quiet):
     trainer(target, tmp_path, max_steps=2, save_strategy="no", disable_tqdm=quiet).train()
     captured = capfd.readouterr()
     assert ("d1=" in captured.err) == (not quiet) and ("regression" in captured.out) == quiet
+
+
+def test_the_progress_bar_of_a_resumed_run_begins_where_it_stopped(target, unbroken, tmp_path):
+    shutil.copytree(unbroken[0] / "checkpoint-4", tmp_path / "checkpoint-4")
+    run = trainer(target, tmp_path, max_steps=6, save_strategy="no", disable_tqdm=False)
+    [progress] = [each for each in run.callback_handler.callbacks if isinstance(each, _DraftProgress)]
+    seen = []
+
+    class Looks(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            bar = progress.training_bar
+            seen.append((bar.initial, bar.n, bar.last_print_n))
+
+    run.add_callback(Looks())
+    run.train(resume_from_checkpoint=True)
+    # What tqdm has shown last depends on the clock after the first step.
+    assert seen[0] == (4, 4, 4) and [shown[:2] for shown in seen] == [(4, 4), (4, 5)]
 
 
 def test_provenance(target, unbroken, tmp_path):

@@ -62,8 +62,15 @@ class Benchmark:
 
     def run(self, data: dict[str, list[list[str]]], file: TraceFile) -> None:
         """Measures the answers that `file` lacks. `data` are the users' turns of dialogues, by data set."""
-        total = sum(len(turns) for dialogues in data.values() for turns in dialogues) * len(self._methods)
-        with tqdm(total=total, initial=len(file.traces), unit="answer") as bar:
+        wanted = {
+            (method, name, prompt, turn)
+            for method in self._methods
+            for name, dialogues in data.items()
+            for prompt, turns in enumerate(dialogues)
+            for turn in range(len(turns))
+        }
+        # The file may have answers of other methods, too.
+        with tqdm(total=len(wanted), initial=len(wanted & file.traces.keys()), unit="answer") as bar:
             for name, dialogues in data.items():
                 for prompt, turns in enumerate(dialogues):
                     for trace in self._dialogue(name, prompt, turns, file.traces):

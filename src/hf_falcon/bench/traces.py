@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -65,7 +66,7 @@ class TraceFile:
         if not whole:
             self._path.write_text(json.dumps(settings) + "\n", encoding="utf-8")
             return
-        found = json.loads(whole[0])
+        found = self._read(whole[0], dict)
         # As the file has them: tuples are lists there.
         for name, value in json.loads(json.dumps(settings)).items():
             if found.get(name) != value:
@@ -76,8 +77,14 @@ class TraceFile:
         if len(whole) < len(lines):
             os.truncate(self._path, sum(map(len, whole)))
         for line in whole[1:]:
-            trace = Trace(**json.loads(line))
+            trace = self._read(line, lambda fields: Trace(**fields))
             self.traces[trace.key] = trace
+
+    def _read(self, line: bytes, make: Callable[[Any], Any]) -> Any:
+        try:
+            return make(json.loads(line))
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{self._path} cannot be read ({error}): delete it, or give another `output`.") from error
 
     def add(self, trace: Trace) -> None:
         """Writes a trace."""

@@ -7,7 +7,6 @@ minutes, and measures before and after.
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..checkpoint_files import name_target, weights_fingerprint
 from ..core.drafter import DraftModel, FalconDraftModel
+from ..json_files import read_own_object
 from ..learning.student import unsupported_reason
 from ..training.dialogues import find_data
 from ..training.final_tau import decoded_tau
@@ -28,6 +28,7 @@ from ..training.trainer import DraftSamples, FalconTrainer, FalconTrainingArgume
 from .adapt_arguments import AdaptArguments, parser
 from .card import write_card
 from .models import fastest_dtype, load_network, load_target, resolve_device
+from .run_arguments import check_output
 
 TOKENS_NAME = "tokens.safetensors"
 REPORT_NAME = "adapt.json"
@@ -50,7 +51,7 @@ def adapt(
     Returns:
         `dict`: "before" and "after", each with "final_tau" and "final_alpha" ([`decoded_tau`]) on the held-out
         prompts; "after" only if the training is complete. "prompts" is their number, "drafter" a hash of the weights
-        that adapting began with.
+        that adapting began with, "tokens_sha256" one of the data.
 
     Raises:
         `ValueError`: if the drafter cannot draft for the target; see [`Drafter.check_target`]. If it has no weights
@@ -84,19 +85,24 @@ def adapt(
     )
     held_out = min(arguments.eval_prompts, len(data) - 1)
     prompts = [_prompt(data, index) for index in range(len(data) - held_out, len(data))]
-    fingerprint = weights_fingerprint(drafter)
-    # Earlier versions noted neither.
-    report = {"drafter": fingerprint, "prompts": held_out, **_read_report(folder)}
-    if (report["drafter"], report["prompts"]) != (fingerprint, held_out):
+    run = provenance(target, data)
+    begun = {
+        "drafter": weights_fingerprint(drafter),
+        "prompts": held_out,
+        "tokens_sha256": run["data"]["tokens_sha256"],
+    }
+    # Earlier versions noted less.
+    report = {**begun, **_read_report(folder)}
+    if any(report[name] != value for name, value in begun.items()):
         raise ValueError(
-            f"`output_dir` is {arguments.output_dir!r}, where another drafter is adapted, or with another number of "
-            "held-out prompts: repeat the first command to continue it, or give another folder."
+            f"`output_dir` is {arguments.output_dir!r}, where another drafter is adapted, or with other data or "
+            "another number of held-out prompts: repeat the first command to continue it, or give another folder."
         )
     if "before" not in report:
         report["before"] = decoded_tau(target, drafter, prompts)
     checkpoint = get_last_checkpoint(arguments.output_dir)
     if checkpoint is not None:
-        refuse_other_run(checkpoint, provenance(target, data))
+        refuse_other_run(checkpoint, run)
     # More epochs than before are not complete yet.
     report.pop("after", None)
     _write_report(folder, report)
@@ -150,7 +156,7 @@ def _trainer(
 
 def _read_report(folder: Path) -> dict[str, Any]:
     file = folder / REPORT_NAME
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return read_own_object(file) if file.is_file() else {}
 
 
 def _write_report(folder: Path, report: dict[str, Any]) -> None:
@@ -162,10 +168,7 @@ def main(argv: list[str]) -> int:
     arguments = AdaptArguments(**vars(parser().parse_args(argv)))
     # A missing file is reported before models are downloaded and loaded.
     find_data(arguments.data)
-    if os.path.isdir(arguments.drafter) and Path(arguments.drafter).resolve() == Path(arguments.output_dir).resolve():
-        raise ValueError(
-            f"`output_dir` is {arguments.output_dir!r}, the folder of the drafter itself: give another one."
-        )
+    check_output("output_dir", arguments.output_dir, drafter=arguments.drafter, target=arguments.target)
     set_seed(arguments.seed)
     device = resolve_device(arguments.device)
     target, tokenizer = load_target(arguments.target, device=device)

@@ -19,10 +19,7 @@ class BenchArguments:
     """Arguments of `hf-falcon bench`; `help` describes each."""
 
     data: list[str] = field(
-        metadata={
-            "help": f"Files or data sets as in `hf-falcon prepare`, or names of the Hub: {', '.join(HUB_DATA)}.",
-            "action": "extend",
-        }
+        metadata={"help": f"Files or data sets as in `hf-falcon prepare`, or names of the Hub: {', '.join(HUB_DATA)}."}
     )
     target: str | None = field(default=None, metadata={"help": "Target, from the Hub or a folder."})
     drafter: str | None = field(default=None, metadata={"help": "Drafter, from the Hub or a folder."})
@@ -38,7 +35,7 @@ class BenchArguments:
     )
     drafters: list[str] = field(
         default_factory=list,
-        metadata={"help": "NAME=FOLDER: further drafters; each is a method of that name.", "action": "extend"},
+        metadata={"help": "NAME=FOLDER: further drafters; each is a method of that name."},
     )
     draft_model: str | None = field(
         default=None,
@@ -58,7 +55,7 @@ class BenchArguments:
     )
     node_budgets: list[int] = field(
         default_factory=list,
-        metadata={"help": "Also `falcon` with each of these numbers of nodes.", "action": "extend"},
+        metadata={"help": "Also `falcon` with each of these numbers of nodes."},
     )
     scaled: str | None = field(
         default=None,

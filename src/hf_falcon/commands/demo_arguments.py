@@ -24,7 +24,7 @@ class DemoArguments:
         metadata={"help": "Drafter, from the Hub or a folder. By default the one for SmolLM2-135M-Instruct."},
     )
     prompt: list[str] | None = field(
-        default=None, metadata={"help": "Your own prompts, in place of the three of the demo.", "action": "extend"}
+        default=None, metadata={"help": "Your own prompts, in place of the three of the demo."}
     )
     max_new_tokens: int = field(default=128, metadata={"help": "New tokens a prompt, at most."})
     num_assistant_tokens: int | None = field(

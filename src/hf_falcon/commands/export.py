@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from torch import nn
 from transformers import GenerationConfig
 
@@ -14,6 +12,7 @@ from ..drafters.auto import AutoDrafter
 from ..drafters.eagle3 import Eagle3DraftModel
 from .export_arguments import ExportArguments, parser
 from .models import load_target, no_progress_bars
+from .run_arguments import check_output
 
 
 def export(drafter: DraftModel, output: str, embedding: nn.Embedding | None = None) -> None:
@@ -53,13 +52,18 @@ def main(argv: list[str]) -> int:
     found = vars(parser().parse_args(argv))
     name, output = found.pop("drafter"), found.pop("output")
     arguments = ExportArguments(**found)
-    if Path(output).is_file():
-        raise ValueError(f"`output` is {output!r}, a file: give a folder.")
+    check_output("output", output, drafter=name, target=arguments.target)
     drafter = AutoDrafter.from_pretrained(name, dtype=arguments.dtype)
     embedding = None
     if isinstance(drafter, Eagle3DraftModel):
         source = arguments.target or drafter.config.target_name_or_path
-        if arguments.target is not None or (drafter.embed_tokens is None and not arguments.without_embedding):
+        needs_embedding = drafter.embed_tokens is None and not arguments.without_embedding
+        if needs_embedding and source is None:
+            raise ValueError(
+                f"The drafter {name!r} has no embedding, and does not say whose it shares: give its target as "
+                "`target`, or `without_embedding`."
+            )
+        if arguments.target is not None or needs_embedding:
             target, _ = load_target(source, drafter.dtype, "cpu")
             drafter.check_target(target)
             if arguments.target is not None:

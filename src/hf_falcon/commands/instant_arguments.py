@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..learning.options import check_folder
 from .run_arguments import CommandParser, at_least
 
 DESCRIPTION = """
@@ -47,6 +48,7 @@ class InstantArguments:
             raise ValueError(
                 f"`output` is {self.output!r}, which holds a trained drafter or other files: give a new folder."
             )
+        check_folder("output", self.output)
 
 
 def is_drafter(folder: Path) -> bool:

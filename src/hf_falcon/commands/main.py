@@ -7,6 +7,8 @@ import os
 import sys
 from importlib.metadata import PackageNotFoundError, version
 
+from safetensors import SafetensorError
+
 from .printable import printable
 
 COMMANDS = {
@@ -34,8 +36,8 @@ _IMPORTS_LATER = {"info"}
 _PARSED_LATER = {"train"}
 
 # Errors whose message tells a user enough: wrong arguments and files, a Hub that does not answer, too little memory, a
-# package or a compiler that is missing. Of any other error, which is a bug, the traceback is shown.
-_EXPECTED = (ValueError, OSError, FloatingPointError, RuntimeError, ImportError)
+# package or a compiler that is missing, a full disk. Of any other error, which is a bug, the traceback is shown.
+_EXPECTED = (ValueError, OSError, FloatingPointError, RuntimeError, ImportError, SafetensorError)
 
 
 def usage() -> str:

@@ -54,7 +54,8 @@ _GENERATION_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "max_new_tokens": ("an integer", lambda value: type(value) is int),
     "min_new_tokens": ("an integer of 0 or more", _is_count),
     "min_p": ("a number from 0 to 1", lambda value: _is_number(value, most=1.0)),
-    "no_repeat_ngram_size": ("an integer of 0 or more", _is_count),
+    # transformers compares so many tokens at each place of the text, at once.
+    "no_repeat_ngram_size": ("an integer from 0 to 64", lambda value: _is_count(value) and value <= 64),
     "repetition_penalty": ("a number above 0", lambda value: _is_number(value, _TINY)),
     "temperature": ("0 (the most probable token) or more", _is_number),
     "top_k": ("an integer of 0 or more", _is_count),

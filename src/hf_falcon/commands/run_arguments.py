@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 
+from ..learning.options import check_folder
 from ..training.json_text import short
 
 # By the name of what reads a value.
@@ -23,6 +24,8 @@ _KINDS = {"int": "an integer", "float": "a number", "string_to_bool": "true or f
 # Bytes of a YAML file, of which PyYAML reads some 20,000 a second.
 _LARGEST_FILE = 1 << 16
 _TRAINER = "arguments of transformers' Trainer (see `transformers.TrainingArguments`)"
+# The name of the results of all files together.
+ALL_DATA = "all"
 # Arguments of Trainer that most runs set: they are listed with the command's own.
 _MOST_USED = {"output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "bf16", "seed"}
 
@@ -84,7 +87,9 @@ class CommandParser(argparse.ArgumentParser):
         if get_origin(kind) is Literal:
             options |= {"type": str, "choices": get_args(kind)}
         elif get_origin(kind) is list:
-            options |= {"type": get_args(kind)[0], "nargs": "+"}
+            # Values of a flag that is repeated add up.
+            action = "store" if options.get("default") else "extend"
+            options |= {"type": get_args(kind)[0], "nargs": "+", "action": action}
         elif kind is bool:
             options |= {"type": string_to_bool, "nargs": "?", "const": True}
         else:
@@ -119,10 +124,34 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def check_names(data: list[str]) -> None:
-    """Raises a `ValueError` if two files of `data`, whose results go by their names, have the same name."""
+    """
+    Raises a `ValueError` if two files of `data`, whose results go by their names, have the same name, or if one has
+    the name under which the results of several are added up.
+    """
     names = [Path(source).stem for source in data]
     if len(set(names)) < len(names):
         raise ValueError(f"`data` is {data}: two files have the same name; rename one of them.")
+    if len(names) > 1 and ALL_DATA in names:
+        raise ValueError(f"`data` is {data}: results of all files go by the name {ALL_DATA!r}; rename that file.")
+
+
+def check_output(name: str, folder: str, **read: str | None) -> None:
+    """
+    Refuses a folder that cannot be written to, before the work whose result belongs there, or that is one of the
+    folders which a command reads.
+
+    Args:
+        name (`str`): the argument that `folder` is of.
+        folder (`str`): the folder, which need not be there yet.
+        read (`str` or `None`): names of the Hub and folders, by the argument that they are of.
+
+    Raises:
+        `ValueError`: naming the argument, its value and the remedy.
+    """
+    check_folder(name, folder)
+    for source, place in read.items():
+        if place is not None and Path(place).is_dir() and Path(place).resolve() == Path(folder).resolve():
+            raise ValueError(f"`{name}` is {folder!r}, the folder of the {source} itself: give another one.")
 
 
 def string_to_bool(text: str) -> bool:
@@ -188,7 +217,8 @@ def parse_run(argv: list[str], types: Iterable[Any], prog: str, description: str
     first = CommandParser(prog=prog, add_help=False, allow_abbrev=False)
     first.add_argument("--config")
     path = first.parse_known_args(argv)[0].config
-    words = argv if path is None else [*_words_of_file(path, parser), f"--config={path}", *argv]
+    given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in argv if word.startswith("--")}
+    words = argv if path is None else [*_words_of_file(path, parser, given), f"--config={path}", *argv]
     found, unknown = parser.parse_known_args(words)
     if unknown:
         name = unknown[0].partition("=")[0]
@@ -217,8 +247,8 @@ def _read(path: str) -> str:
     return Path(path).read_text(encoding="utf-8")
 
 
-def _words_of_file(path: str, parser: CommandParser) -> list[str]:
-    """The command line that says the same as a YAML file."""
+def _words_of_file(path: str, parser: CommandParser, given: Collection[str]) -> list[str]:
+    """The command line that says the same as a YAML file, without lists that are `given` on the command line."""
     if not Path(path).is_file():
         raise FileNotFoundError(f"`config` is {path!r}, which is not a file: give a YAML file of arguments.")
     try:
@@ -239,10 +269,15 @@ def _words_of_file(path: str, parser: CommandParser) -> list[str]:
         if value is None:
             if action.default is not None:
                 raise ValueError(f"{path}: `{name}` has no value: give one, or leave the line out.")
+        elif isinstance(value, list) and action.nargs != "+":
+            raise ValueError(f"{path}: `{name}` is {short(value)}: give a single value.")
+        elif action.nargs == "+" and name in given:
+            # Values of both would add up.
+            continue
         elif isinstance(value, list):
-            if action.nargs != "+":
-                raise ValueError(f"{path}: `{name}` is {short(value)}: give a single value.")
-            words += [f"--{name}", *map(str, value)]
+            # An empty one is what most are by default.
+            if value or action.default != []:
+                words += [f"--{name}", *map(str, value)]
         elif isinstance(value, dict):
             try:
                 words.append(f"--{name}={json.dumps(value)}")

@@ -12,11 +12,12 @@ from __future__ import annotations
 import asyncio
 import importlib
 import inspect
+import json
 import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import wait
 from importlib.util import find_spec
 from operator import attrgetter
@@ -47,6 +48,8 @@ _HANDLERS = {
 # Errors of a request's fields. transformers' server checks their names only.
 _MISTAKES = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, TemplateError)
 _LONGEST_ERROR = 1000
+# Of an answer for which a request sets no limit.
+_NEW_TOKENS = 1024
 # Seconds that answers get to end in once the server stops.
 _GRACE = 5
 
@@ -86,6 +89,7 @@ class TargetServer:
         self.app.add_middleware(RequestLimits)
         for mistake in (_http_error(), *_MISTAKES):
             self.app.add_exception_handler(mistake, _refuse)
+        self.app.add_exception_handler(_validation_error(), _refuse_body)
 
     def generate(self, **arguments: Any) -> Any:
         """`target.generate(**arguments)` in the thread of the requests: some backends keep a state for each thread."""
@@ -181,10 +185,21 @@ def _model_manager(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     class OneModel(kind):
         def load_model_and_processor(self, model_id: str, progress_callback: Any = None, **_: Any) -> tuple[Any, Any]:
             if model_id != self.process_model_name(name):
-                raise ValueError(f"`model` is {model_id!r}: this server has {name!r} only.")
+                raise ValueError(_other_model(model_id, name))
             if progress_callback is not None:
                 progress_callback({"status": "ready", "model": model_id, "cached": True})
             return target, tokenizer
+
+        # If a release renames these two, an answer says whether a path exists here, and the log has a client's words.
+        @staticmethod
+        def process_model_name(model_id: str) -> str:
+            return model_id.removesuffix("@main")
+
+        async def load_model_streaming(self, model_id: str, *_: Any, **__: Any) -> AsyncIterator[str]:
+            event = {"status": "ready", "model": model_id, "cached": True}
+            if model_id != self.process_model_name(name):
+                event = {"status": "error", "model": model_id, "message": _other_model(model_id, name)}
+            yield f"data: {json.dumps(event)}\n\n"
 
         # If a release renames it, `/v1/models` lists the models of the Hub's cache, or says less of this one.
         def list_models(self, *_: Any, **__: Any) -> list[dict[str, Any]]:
@@ -200,6 +215,10 @@ def _model_manager(target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, 
     # Set afterwards: the constructor would load the model. If a release renames it, requests must name the model.
     manager.force_model = name
     return manager
+
+
+def _other_model(asked: str, name: str) -> str:
+    return f"`model` is {asked!r}: this server has {name!r} only."
 
 
 def _generate_manager() -> Any:
@@ -281,7 +300,9 @@ def _handler(
                     setattr(config, name, float(getattr(config, name)))
             if given or config.temperature == 0:
                 config.do_sample = config.temperature != 0
-            if not config.do_sample:
+            # What `generation_config` of a request leaves out is the target's own.
+            own = target.generation_config
+            if not (own.do_sample if config.do_sample is None else config.do_sample):
                 # transformers would warn that they have no effect.
                 config.temperature = config.top_p = None
             if (biases := body.get("logit_bias")) is not None:
@@ -289,7 +310,10 @@ def _handler(
                 config.sequence_bias = {(int(token),): float(value) for token, value in biases.items()} or None
             # An empty list ends no text; transformers fails at it in the middle of an answer.
             config.stop_strings = config.stop_strings or None
-            if config.max_new_tokens is not None and config.max_new_tokens < 1:
+            if config.max_new_tokens is None:
+                # As transformers does for a request without a `generation_config`.
+                config.max_new_tokens = max(own.max_new_tokens or 0, _NEW_TOKENS)
+            if config.max_new_tokens < 1:
                 raise ValueError(f"The limit of new tokens is {config.max_new_tokens}; give 1 or more.")
             return config
 
@@ -349,6 +373,20 @@ def _build_app(manager: Any, state: Any, handlers: dict[str, Any]) -> Any:
             f"transformers {transformers.__version__} builds its server in another way ({error}): install a newer "
             "hf_falcon, or an older transformers (5.17 or later)."
         ) from error
+
+
+def _validation_error() -> Any:
+    from fastapi.exceptions import RequestValidationError
+
+    return RequestValidationError
+
+
+async def _refuse_body(request: Any, error: Any) -> Any:
+    """FastAPI refuses an empty body, and reads JSON more strictly than we do."""
+    text = "; ".join(str(each["msg"]) for each in error.errors())
+    return await _refuse(
+        request, _http_error()(status_code=422, detail=f"The body of the request is refused: {text}.")
+    )
 
 
 async def _refuse(request: Any, error: Exception) -> Any:

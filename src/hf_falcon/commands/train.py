@@ -30,7 +30,7 @@ from . import plan
 from .architectures import ARCHITECTURES
 from .card import write_card
 from .models import load_target
-from .run_arguments import parse_run
+from .run_arguments import check_output, parse_run
 from .train_arguments import DrafterArguments
 
 logger = logging.getLogger(__name__)
@@ -56,6 +56,7 @@ def main(argv: list[str]) -> int:
     types = (DrafterArguments, FalconTrainingArguments)
     options, args = parse_run(argv, types, prog="hf-falcon train", description=__doc__)
     set_seed(args.seed)
+    check_output("output_dir", args.output_dir, drafter=options.init_from, target=options.target)
     files = [TokenFile.load(path) for path in options.data]
     data = TokenFile.concatenate(files)
     if options.plan:
@@ -77,7 +78,7 @@ def main(argv: list[str]) -> int:
         )
     if checkpoint:
         # Before the features, which may take hours.
-        refuse_other_run(checkpoint, provenance(target, data))
+        refuse_other_run(checkpoint, {**provenance(target, data), "arguments": asdict(options)})
     if args.process_index == 0:
         _warn_of_another_target(files, target)
     layers = _config(options, target).feature_layers

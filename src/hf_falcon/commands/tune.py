@@ -17,6 +17,8 @@ from ..bench.tuning import fastest_count, picture, tune
 from ..cpu.compiling import compile_rounds
 from ..cpu.kept_rounds import offer_rounds
 from ..cpu.packing import pack_weights
+from ..json_files import read_own_object
+from ..learning.options import check_folder
 from ..private_names import without_mark_of_origin
 from ..training.chat_templates import template_variables
 from ..training.token_file import write_atomically
@@ -29,6 +31,8 @@ _PROMPTS = ["Why is the sky blue?", "Write a Python function that merges two sor
 def main(argv: list[str]) -> int:
     """Runs `hf-falcon tune`."""
     arguments = TuneArguments(**vars(parser().parse_args(argv)))
+    folder = Path(arguments.output) if arguments.output is not None else _own_folder(arguments) or Path("tune")
+    check_folder("output", folder)
     texts = _PROMPTS
     if arguments.data:
         texts = [turns[0] for path in arguments.data for turns in read_turns(path, arguments.limit)]
@@ -62,7 +66,6 @@ def main(argv: list[str]) -> int:
     )
     shares = " ".join(f"{share:.2f}" for share in found.draft_calibration)
     print(f"accepted tokens over the drafter's own probability, by depth: {shares}")
-    folder = Path(arguments.output) if arguments.output is not None else _own_folder(arguments) or Path("tune")
     folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / "tune.json", json.dumps(found.to_dict(), indent=2).encode())
     try:
@@ -84,7 +87,7 @@ def keep_calibration(folder: Path, calibration: list[float], drafter: Any) -> No
     """Writes `draft_calibration` into the generation configuration of the drafter in `folder`; the rest stays."""
     file = folder / GENERATION_CONFIG_NAME
     if file.exists():
-        kept = json.loads(file.read_text(encoding="utf-8"))
+        kept = read_own_object(file)
     else:
         # What a language model reads from its configuration where it has no such file, such as its last token.
         model = getattr(drafter, "model", None)

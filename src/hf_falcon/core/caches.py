@@ -218,9 +218,9 @@ class SlotLayer(DynamicLayer):
     A layer with a window keeps the slots that some row still sees, and few more.
 
     Args:
-        layer ([`CacheLayerMixin`]): the layer that this one replaces. It holds nothing meanwhile.
+        layer ([`CacheLayerMixin`]): the layer that this one replaces. It holds nothing meanwhile, unless it is static.
         slots ([`RowSlots`]): the slots of the rows.
-        window (`int`, *optional*): the model's sliding window, for a layer that drops what is outside it.
+        window (`int`, *optional*): the model's sliding window, for a static layer; others know their own.
         is_static (`bool`, *optional*, defaults to `False`): see [`SlotBuffer`].
     """
 
@@ -357,7 +357,7 @@ ROW_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidin
 def adopt_layers(cache: Cache, slots: RowSlots, window: int | None, is_static: bool = False) -> list[SlotLayer]:
     """
     Replaces every layer of keys and values that has any by a [`SlotLayer`], one after the other, so that no more than
-    one layer is held twice.
+    one layer is held twice; static layers stay beside the new ones.
 
     Args:
         cache ([`Cache`]): the cache after its prompt.

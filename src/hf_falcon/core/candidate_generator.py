@@ -3,8 +3,8 @@
 The candidate generator: the drafter and prompt lookup propose the tree of a round. The drafter's logits prefer what
 the sequence repeats.
 
-`propose` commits the positions that were accepted since the last round, asks the policy for one decision, and runs the
-draft passes that it allows. `update` takes the outcome. interfaces.py says what the generator asks of a drafter.
+`draft` commits the positions that were accepted since the last round, asks the policy for one decision, and runs its
+draft passes. `complete` adds what was looked up, `update` takes the outcome. interfaces.py says what a drafter has.
 """
 
 from __future__ import annotations
@@ -180,8 +180,8 @@ class FalconCandidateGenerator(CandidateGenerator):
     """
     Proposes the trees of one sequence with a drafter and prompt lookup.
 
-    The decoding loop calls `start` after the prompt's forward, then `propose` and `update` in every round. The
-    assisted decoding of transformers calls `get_candidates`, and gets the tree's most probable path; for that the
+    The decoding loop calls `start` after the prompt's forward, then `draft`, `complete` and `update` in every round.
+    The assisted decoding of transformers calls `get_candidates`, and gets the tree's likeliest path; for that the
     generator must be used as a context manager, to read the target's features.
 
     Its state and the drafter's session live as long as one `generate` call.
@@ -226,8 +226,8 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._next_position: int | None = None
         # The position of the first feature.
         self._first_position = 0
-        # Features that are not committed yet.
-        self._uncommitted: list[Tensor] = []
+        # Features that are not committed yet, and their positions.
+        self._uncommitted, self._waiting = list[Tensor](), 0
         self._prompt_embeds: Tensor | None = None
         self._padding = 0
         # What looks up how the sequence goes on, and the tokens of the sequence that it knows.
@@ -237,8 +237,8 @@ class FalconCandidateGenerator(CandidateGenerator):
         self._decision = DraftDecision()
         self._checks: list[PassCheck] = []
         self._watch = Stopwatch(self._device)
-        # Rows of the batch, new positions of this one, whether the drafter runs, and its passes.
-        self._rows, self._new_rows, self._drafts, self._passes = 1, 0, False, 0
+        # Rows of the batch, new positions of this one, whether they are its first, whether it drafts, and its passes.
+        self._rows, self._new_rows, self._is_first, self._drafts, self._passes = 1, 0, False, False, 0
 
     @property
     def max_depth(self) -> int:
@@ -268,9 +268,9 @@ class FalconCandidateGenerator(CandidateGenerator):
             prompt_embeds (`torch.Tensor`, *optional*): see `commit`.
         """
         self.policy, self.is_late = policy, is_late
-        self._uncommitted = [features] if self.options.num_draft_passes else []
-        self._first_position = first_position
-        self._padding = padding
+        drafts = self.options.num_draft_passes > 0
+        self._uncommitted, self._waiting = ([features], features.shape[1]) if drafts else ([], 0)
+        self._first_position, self._padding = first_position, padding
         self._prompt_embeds = prompt_embeds
         if self.options.draft_tree == "dynamic" and self.options.prompt_lookup_num_tokens > 0:
             make = part("lookup")
@@ -310,11 +310,10 @@ class FalconCandidateGenerator(CandidateGenerator):
         drafts = drafts and (self._next_position is not None or self.policy.begins(max_depth))
         self._watch = Stopwatch(self._device)
         self._rows, self._new_rows, self._is_first = rows, 0, False
-        waiting = sum(each.shape[1] for each in self._uncommitted)
-        is_full = waiting > _MOST_UNCOMMITTED and not self._reads_text
+        is_full = (waiting := self._waiting) > _MOST_UNCOMMITTED and not self._reads_text
         if waiting and (drafts or (is_full and self._next_position is not None)):
             self._new_rows, self._is_first = waiting, self._next_position is None
-            [features, *more], self._uncommitted = self._uncommitted, []
+            [features, *more], self._uncommitted, self._waiting = self._uncommitted, [], 0
             features = torch.cat((features, *more), dim=1) if more else features
             self.commit(features, self.new_tokens(input_ids, waiting), self._first_position, self._prompt_embeds)
         elif self._next_position is None and not self._reads_text:
@@ -339,7 +338,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         if waiting > 2 * most:
             newest = torch.cat(self._uncommitted, dim=1)[:, waiting - most :]
             # A copy: a view would keep all of them.
-            self._uncommitted = [newest.clone()] if most else []
+            self._uncommitted, self._waiting = ([newest.clone()] if most else []), most
             self._first_position += waiting - most
 
     def complete(self, tree_round: Any) -> None:
@@ -387,15 +386,16 @@ class FalconCandidateGenerator(CandidateGenerator):
         """
         if self.options.num_draft_passes:
             self._uncommitted.append(features)
+            self._waiting += features.shape[1]
         time = self._round_time(watch, nodes or len(tree))
         self.policy.update(RoundOutcome(self._decision, tree, path, accepted, self._checks, time))
 
     def _round_time(self, watch: Stopwatch | None, nodes: int) -> RoundTime:
         """The times of the round that are known: the device may still work, and is not waited for."""
         time, drafting = RoundTime(nodes=nodes), self._watch.seconds()
-        target = None if watch is None else watch.seconds()
+        if watch is not None and (target := watch.seconds()) is not None:
+            time.target = sum(target)
         time.passes = self._passes if self._drafts else None
-        time.target = None if target is None else sum(target)
         if drafting is not None:
             commit, time.drafting = (self._rows * lap for lap in drafting)
             # The commit of a prompt, or after a pause of drafting, says nothing of a round's.
@@ -435,7 +435,7 @@ class FalconCandidateGenerator(CandidateGenerator):
 
     def get_candidates(self, input_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         """
-        The protocol of transformers' own assisted decoding: the prompt, followed by the tree's most probable path.
+        The protocol of transformers' own assisted decoding: the prompt, followed by the tree's likeliest path.
 
         Args:
             input_ids (`torch.LongTensor` of shape `(1, length)`): the accepted tokens so far.
@@ -447,14 +447,11 @@ class FalconCandidateGenerator(CandidateGenerator):
         """
         if self._tap.is_empty or not self.options.num_draft_passes:
             return input_ids, None
-        features, length = self._tap.take(), input_ids.shape[1]
         # The newest token has no feature yet. The last forward scored the accepted positions first.
-        known = length - 1
+        features, known = self._tap.take(), input_ids.shape[1] - 1
         new = features.shape[1] if self._next_position is None else known - self._next_position
         self.commit(features[:, :new], self.new_tokens(input_ids, new), first_position=known - new)
-        tree = self.propose(input_ids, self.max_depth)
-        leaf = tree.depths.argmax()
-        chain = tree.token_ids[tree.visible[leaf]][1:]
+        chain = self.propose(input_ids, self.max_depth).likeliest_path().token_ids[1:]
         return torch.cat((input_ids, chain[None].to(input_ids.device)), dim=1), None
 
     def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int) -> None:

@@ -19,7 +19,7 @@ class FalconDraftConfig(PreTrainedConfig):
 
     Args:
         vocab_size (`int`, *optional*, defaults to 32000):
-            Size of the target's vocabulary. transformers requires both to be equal.
+            Size of the target's vocabulary: [`FalconDraftModel.check_target`] requires both to be equal.
         hidden_size (`int`, *optional*, defaults to 576):
             Width of the drafter, and of the target's last hidden state, which the drafter reads and predicts.
         intermediate_size (`int`, *optional*, defaults to 1536):

@@ -2,8 +2,8 @@
 """
 What a round costs on this machine: the target's time for n nodes, and the time of a draft pass (Sequoia; DDTree).
 
-Costs are learnt from the rounds themselves, which are timed anyway. They begin from a prior: a plain guess, costs that
-this process has learnt under like conditions, or what `hf-falcon tune` measured.
+Costs are learnt from the rounds themselves, which are timed anyway. They begin from a prior: a plain guess, or what
+`hf-falcon tune` measured. Later calls under the same [`CostKey`] continue from what was learnt.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ class Costs:
         return statistics.median(self._plain)
 
     def _padded(self, tokens: int) -> int:
-        return next((size for size in self._sizes if size >= tokens and tokens > 1), tokens)
+        return next((size for size in self._sizes if size >= tokens), tokens)
 
     def _prior_of(self, tokens: int) -> float:
         return _interpolate(tokens, self._tokens, self._prior)

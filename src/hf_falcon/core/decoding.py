@@ -2,8 +2,8 @@
 """
 The decoding loop: draft a tree, verify it in one forward of the target, keep the longest agreed path.
 
-`generate` calls `assisted_decoding` (by hook.py). One round is then four calls: `generator.propose`, `run.score`,
-`verify`, `run.accept`; `generator.update` takes the outcome.
+`generate` calls `assisted_decoding` (by hook.py). One round of `decode` is then four calls: `_propose`, `run.score`,
+`verify_rows`, `run.accept`; the generators' `update` takes the outcome.
 """
 
 from __future__ import annotations
@@ -94,9 +94,8 @@ def assisted_decoding(
         )
     verdict = Verdict(PLAIN, "`synced_gpus` is set")
     if not synced_gpus:
-        verdict = verdict_of_call(
-            target, input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
-        )
+        call = input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
+        verdict = verdict_of_call(target, *call)
     if verdict.way == PLAIN:
         logger.warning_once(f"The assistant model is not used, plain decoding runs: {verdict.reason}.")
         output = sample(
@@ -134,7 +133,10 @@ def assisted_decoding(
     except BaseException:
         run.finish()
         raise
-    cache = run.finish(batch.input_ids if cache_is_returned else None)
+    cache = run.finish(batch.token_ids if cache_is_returned else None)
+    if streamer is not None:
+        # Its reader may go on with the call's cache.
+        streamer.end()
     return _output(batch, statistics, cache, generation_config, run)
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
-"""What one `generate` call returns beside its text: statistics, and the outputs of layers."""
+"""What one `generate` call returns beside its text: statistics."""
 
 from __future__ import annotations
 

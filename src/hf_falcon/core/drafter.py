@@ -17,6 +17,7 @@ from .draft_session import BlockSession, TargetHead, check_embedding, check_targ
 from .hook import install, keep_custom_fields, read_logits_to_keep
 from .interfaces import DrafterAcceleration, DraftSession, drafter_files, part
 from .modeling_falcon_draft import FalconDraftNetwork
+from .target_parts import wanted_layers
 
 # Newest positions of a prompt that the drafter reads: with these the shipped one accepts as much as with all of 1,000.
 _PROMPT_POSITIONS = 128
@@ -29,8 +30,7 @@ class DraftModel(PreTrainedModel):
     the hook.
 
     Args:
-        config ([`~transformers.PreTrainedConfig`]): has the fields that [`Drafter`] names, and the target's
-            `vocab_size`.
+        config ([`~transformers.PreTrainedConfig`]): has the fields that [`Drafter`] names.
     """
 
     # The hook recognises a drafter by this attribute. The class differs: code loaded from the Hub is another module.
@@ -127,6 +127,7 @@ class FalconDraftModel(DraftModel, FalconDraftNetwork):
         """See [`Drafter.check_target`]."""
         super().check_target(target)
         check_embedding(self, target)
+        wanted_layers(target, self.config.feature_layers or ())
 
     def make_head(self, target: PreTrainedModel) -> TargetHead:
         """See [`Drafter.make_head`]."""

@@ -27,7 +27,7 @@ logger = logging.get_logger(__name__)
 # Set on the wrappers. Two copies of this file (the package's, and the Hub's) wrap once, for the drafters of both.
 _MARK = "_is_falcon_hook"
 # Set on `GenerationMixin` after `disable`.
-_DISABLED = "_falcon_hook_is_disabled"
+DISABLED = "_falcon_hook_is_disabled"
 
 
 class DrafterFinder(Protocol):
@@ -77,7 +77,7 @@ def install() -> None:
     decoding loop; a call with any other assistant runs as before. This happens on import and when a drafter is made.
     Nothing happens after [`disable`], or if another copy of this code came first.
     """
-    if getattr(GenerationMixin, _DISABLED, False):
+    if getattr(GenerationMixin, DISABLED, False):
         return
     for name, wrap in _WRAPPERS.items():
         stock = getattr(GenerationMixin, name, None)
@@ -92,13 +92,13 @@ def install() -> None:
 
 def enable() -> None:
     """Undoes [`disable`]."""
-    setattr(GenerationMixin, _DISABLED, False)
+    setattr(GenerationMixin, DISABLED, False)
     install()
 
 
 def disable() -> None:
     """Restores transformers' own methods, for every drafter, until [`enable`]."""
-    setattr(GenerationMixin, _DISABLED, True)
+    setattr(GenerationMixin, DISABLED, True)
     for name in _WRAPPERS:
         found: Any = getattr(GenerationMixin, name, None)
         if hasattr(found, _MARK) and getattr(found, _MARK) is found:
@@ -132,7 +132,7 @@ def _wrap_generate(stock: Callable[..., Any]) -> Callable[..., Any]:
         is_named = "assistant_model" in call.arguments
         assistant: Any = call.arguments.get("assistant_model")
         # Others may have wrapped this function before it was switched off.
-        is_off = getattr(GenerationMixin, _DISABLED, False)
+        is_off = getattr(GenerationMixin, DISABLED, False)
         # A custom `generate` gets all arguments unchanged. If it calls `generate` again, this wrapper runs then.
         if is_off or (is_named and assistant is None) or call.arguments.get("custom_generate") is not None:
             return stock(self, *args, **kwargs)
@@ -204,9 +204,6 @@ def _wrap_assisted_decoding(stock: Callable[..., Any]) -> Callable[..., Any]:
         if settings is not None and config is not None:
             # `generate` has copied the configuration for this call.
             setattr(config, _SETTINGS, settings)
-            for name in type(assistant).draft_option_names:
-                if not _has_field(name) and settings.get(name) is not None:
-                    setattr(config, name, settings[name])
         return assistant.assisted_decoding(self, *args, **kwargs)
 
     return assisted_decoding
@@ -220,11 +217,13 @@ def _wrap_validate_generation_mode(stock: Callable[..., Any]) -> Callable[..., A
     """
 
     def validate(self: Any, mode: GenerationMode, config: GenerationConfig, kwargs: dict[str, Any]) -> None:
-        if mode == GenerationMode.ASSISTED_GENERATION and is_drafter(kwargs.get("assistant_model")):
-            mode = GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
-            # The drafter's own check of its target has the better error. An unread `assistant_tokenizer` is refused.
-            if "assistant_tokenizer" not in kwargs or getattr(kwargs["assistant_model"], "reads_tokenizers", False):
-                kwargs = {name: value for name, value in kwargs.items() if name != "assistant_model"}
+        if is_drafter(assistant := kwargs.get("assistant_model")):
+            if mode == GenerationMode.ASSISTED_GENERATION:
+                mode = GenerationMode.SAMPLE if config.do_sample else GenerationMode.GREEDY_SEARCH
+            if "assistant_tokenizer" in kwargs and not getattr(assistant, "reads_tokenizers", False):
+                raise ValueError(f"`assistant_tokenizer`: a {type(assistant).__name__} reads none, so leave it out.")
+            # The drafter's own check of its target has the better error.
+            kwargs = {name: value for name, value in kwargs.items() if name != "assistant_model"}
         with _refusing(kwargs.get("assistant_model")):
             stock(self, mode, config, kwargs)
 
@@ -307,8 +306,7 @@ def extend_model_kwargs(
 def sample(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:
     """
     transformers' own decoding without an assistant, greedy or sampling, with the arguments that `generate` prepared.
-    It runs where the target or the call does not support the verification of trees. Without `_sample` an error says
-    so.
+    It runs where neither trees nor chains can be verified in a call. Without `_sample` an error says so.
     """
     return private_name(model, "_sample", "decode without drafts")(input_ids, **kwargs)
 

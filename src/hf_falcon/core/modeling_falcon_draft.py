@@ -81,7 +81,7 @@ def _frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs of the values i and i + head_dim / 2 of each head."""
+    """Rotates the pairs of the values i and i + head_dim / 2 of each head; `sin` of the first half is negated."""
     return torch.addcmul(states * cos, states.roll(states.shape[-1] // 2, dims=-1), sin)
 
 

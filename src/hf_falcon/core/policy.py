@@ -334,7 +334,7 @@ class DraftPolicy:
 
 
 class PlainPolicy(DraftPolicy):
-    """Drafts nothing: for calls that are too short to draft, or to measure what drafting costs."""
+    """Drafts nothing: for calls that are too short to draft."""
 
     def decide(self, likely: float = 0.0) -> DraftDecision:
         """See [`DraftPolicy.decide`]."""

@@ -64,7 +64,7 @@ _TOLERANCE, _TOLERANCE_HALF = 1e-3, 0.07
 # Verdicts that are kept of a target: those of its last adapters and kinds of calls.
 _KEPT = 32
 # Attention functions that take any additive mask; and modules of hooks that only collect, and of forwards in rounds.
-_MASKED_ATTENTION = ("eager", "sdpa")
+MASKED_ATTENTION = ("eager", "sdpa")
 _OWN_MODULES = (__name__.rpartition(".")[0].removesuffix(".core"), "transformers.utils.output_capturing")
 _NO_CHAINS = "only the installed package verifies chains (`pip install hf-falcon`)"
 _NO_BATCHES = "the batch has several rows, which only the installed package verifies (`pip install hf-falcon`)"
@@ -181,11 +181,11 @@ def _state_of(model: PreTrainedModel) -> Hashable:
         _identity(model, model.prepare_inputs_for_generation),
         tuple(is_compiled(module) for module in (model, decoder, *layers)),
         structure_of(model),
-        tuple(itertools.chain.from_iterable(_changes_of(model, module) for module in model.modules())),
+        tuple(itertools.chain.from_iterable(changes_of(model, module) for module in model.modules())),
     )
 
 
-def _changes_of(model: PreTrainedModel, module: torch.nn.Module) -> Iterator[Hashable]:
+def changes_of(model: PreTrainedModel, module: torch.nn.Module) -> Iterator[Hashable]:
     """A module's hooks and its own forward; not ours and those of `output_hidden_states`, which change nothing."""
     for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
         # New objects in every call: PEFT's choice of an adapter for each row.
@@ -518,8 +518,8 @@ def _no_tree_reason(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Map
         return "the target puts its image before the text, where no token of it stands"
     attention = attention_implementation(config) or "eager"
     # It is not tried: kernels for masks of another kind read a tree's mask out of bounds, which ends the process.
-    if attention not in _MASKED_ATTENTION:
-        return f"`attn_implementation` is {attention!r}, which takes no tree mask (use one of {_MASKED_ATTENTION})"
+    if attention not in MASKED_ATTENTION:
+        return f"`attn_implementation` is {attention!r}, which takes no tree mask (use one of {MASKED_ATTENTION})"
     cache = model_kwargs.get(CACHE_NAME)
     if cache is None:
         return "the target makes a cache of its own, which may keep more than keys and values"

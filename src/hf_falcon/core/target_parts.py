@@ -62,7 +62,7 @@ class FeatureTap:
         self._decoder = decoder_of(model)
         self._keeps = layers is not None
         layers = layers or ()
-        self._layers = _wanted_layers(model, [max(layer, 0) for layer in layers])
+        self._layers = wanted_layers(model, [max(layer, 0) for layer in layers])
         # Whether the layer's input is collected, and not its output.
         self._takes_input = [layer < 0 for layer in layers]
         self._thread = threading.get_ident()
@@ -153,7 +153,7 @@ def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
     return list(lists[0]) if lists else []
 
 
-def _wanted_layers(model: PreTrainedModel, wanted: Sequence[int]) -> list[nn.Module]:
+def wanted_layers(model: PreTrainedModel, wanted: Sequence[int]) -> list[nn.Module]:
     """
     Some of a model's decoder layers.
 

@@ -246,11 +246,11 @@ class TargetRun:
 
         Args:
             sequences (`torch.LongTensor` of shape `(rows, length)`, *optional*):
-                All rows, padded at their ends. If given, the cache gets the padding of rows that ended early; no row
-                may have left it.
+                All rows, padded at their ends, on the host. If given, the cache gets the padding of rows that ended
+                early; no row may have left it.
         """
         try:
-            texts = () if sequences is None else sequences.cpu().split(1)
+            texts = () if sequences is None else sequences.split(1)
             while texts and (missing := self._slots.longest - self._slots.shortest) > 0:
                 self.score([self.rest(row, text, missing) for row, text in enumerate(texts)], texts)
                 self.accept([torch.empty(0, dtype=torch.long, device="cpu")] * len(texts))

@@ -51,14 +51,13 @@ class DraftTree:
         return self.token_ids.shape[0]
 
     def likeliest_path(self) -> DraftTree:
-        """The path of which the most tokens are expected to be accepted, by `log_probs`."""
+        """The path of which the most tokens are expected to be accepted, by `log_probs`; without, the deepest one."""
         if len(self) == 1 or int(self.depths[-1]) == len(self) - 1:
             return self
-        assert self.log_probs is not None
-        expected = (self.visible * self.log_probs.exp()).sum(dim=1)
+        expected = self.depths if self.log_probs is None else (self.visible * self.log_probs.exp()).sum(dim=1)
         [nodes] = self.visible[expected.argmax()].nonzero(as_tuple=True)
         path = chain(self.token_ids[nodes])
-        path.log_probs = self.log_probs[nodes]
+        path.log_probs = None if self.log_probs is None else self.log_probs[nodes]
         return path
 
     def padded(self, nodes: int) -> DraftTree:

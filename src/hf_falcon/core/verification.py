@@ -169,7 +169,7 @@ def verify_rows(
     trees: Sequence[DraftTree],
     logits: Tensor,
     sequences: Sequence[TokenSequence],
-    verify_row: Verification | None = None,
+    verify_row: Verification,
 ) -> list[tuple[Tensor, int]]:
     """
     Verifies the trees of a round.
@@ -178,7 +178,7 @@ def verify_rows(
         trees (sequence of [`DraftTree`]): the tree of each row.
         logits (`torch.Tensor` of shape `(rows, nodes, vocab_size)`): the target's logits after each node.
         sequences (sequence of [`TokenSequence`]): the rows. They grow by what is emitted, unless they have ended.
-        verify_row (`Callable`, *optional*): verifies the tree of a row; [`verify`] by default.
+        verify_row (`Callable`): verifies the tree of a row; see [`verify`].
 
     Returns:
         For each row what [`verify`] returns; no nodes for a row that had ended.
@@ -192,7 +192,7 @@ def verify_rows(
         if sequence.finished:
             outcomes.append((tree.parents[:0], 0))
         elif choices is None:
-            outcomes.append((verify_row or verify)(tree, logits[row, : len(tree)], sequence))
+            outcomes.append(verify_row(tree, logits[row, : len(tree)], sequence))
         else:
             path, accepted = verify_greedy(tree, choices[row, : len(tree)], sequence)
             if sequence.near_ties is not None:
@@ -340,5 +340,3 @@ class Batch:
 
     def stream(self) -> None:
         """Streams what was emitted since the last call. A single row streams each token by itself."""
-        if self._streamer is not None and self.rows[0].finished:
-            self._streamer.end()

@@ -83,9 +83,10 @@ class AutoDrafter:
             `OSError`: if files are missing or damaged.
         """
         name = os.fspath(pretrained_model_name_or_path)
-        if name == LOOKUP:
+        # A path of these names is a folder.
+        if pretrained_model_name_or_path == LOOKUP:
             return LookupDrafter()
-        if name == MTP:
+        if pretrained_model_name_or_path == MTP:
             if target is None:
                 raise ValueError(f"`{MTP}` is the head of a target: give that model as `target`.")
             return MtpDrafter(target)

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import GenerationConfig
 from transformers.utils import WEIGHTS_NAME, cached_file
 
-from ..checkpoint_files import reading, refuse_problems
+from ..checkpoint_files import reading, refuse_other_tensors
 from ..core.candidate_generator import limited_options
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.draft_options import DraftOptions
@@ -146,18 +146,7 @@ def load_weights(
         `ValueError`: if weights are missing, unexpected, of another shape, or quantised; it names them.
     """
     wanted = drafter.state_dict()
-    refuse_problems(
-        repository,
-        {
-            "missing_keys": wanted.keys() - weights.keys(),
-            "unexpected_keys": weights.keys() - wanted.keys(),
-            "mismatched_keys": [
-                (name, tuple(weights[name].shape), tuple(wanted[name].shape))
-                for name in wanted.keys() & weights.keys()
-                if weights[name].shape != wanted[name].shape
-            ],
-        },
-    )
+    refuse_other_tensors(repository, weights, wanted)
     parameters = dict(drafter.named_parameters())
     strange = {name: weights[name].dtype for name in parameters if weights[name].dtype not in _DTYPES}
     if strange:

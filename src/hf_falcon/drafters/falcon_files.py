@@ -23,7 +23,7 @@ from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from ..checkpoint_files import reading, refuse_problems, weights_difference
+from ..checkpoint_files import reading, refuse_other_tensors, refuse_problems, weights_difference
 from ..core import custom_generate, drafter
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import FalconDraftModel
@@ -152,18 +152,7 @@ class CheckedFiles(DrafterFiles):
         # An invalid value in a field of transformers may only fail when the network is built.
         with reading("config.json"), torch.device("meta"), init.no_init_weights():
             wanted = model_class(config).state_dict()
-        refuse_problems(
-            repository,
-            {
-                "missing_keys": wanted.keys() - stored.keys(),
-                "unexpected_keys": stored.keys() - wanted.keys(),
-                "mismatched_keys": [
-                    (name, stored[name].shape, tuple(wanted[name].shape))
-                    for name in wanted.keys() & stored.keys()
-                    if stored[name].shape != tuple(wanted[name].shape)
-                ],
-            },
-        )
+        refuse_other_tensors(repository, stored, wanted)
         for name, (file, dtype, _) in stored.items():
             dtypes = FLOATING_DTYPES if wanted[name].is_floating_point() else ("I64",)
             if dtype not in dtypes:

@@ -11,7 +11,6 @@ import inspect
 import math
 import os
 import weakref
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -24,13 +23,13 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..core.draft_options import MOST_PASSES, DraftOptions
+from ..core.draft_options import MOST_PASSES
 from ..core.drafter import DraftModel
 from ..core.hook import is_drafter, keep_custom_fields
 from ..core.interfaces import DraftedBlocks, DrafterAcceleration
 from ..core.probe import TREES
 from ..core.target_parts import CACHE_NAMES
-from ..core.tree import to_device
+from ..core.tree import to_device, to_host
 from .files import LOADING
 from .language_model_runs import LanguageModelRun, most_positions, run_of, way_of
 from .vocabularies import Vocabulary, vocab_size, vocabulary_of
@@ -133,7 +132,10 @@ class CausalLMSession:
         """See [`DraftSession.commit`]. Tokens that were drafted on this path do not run again."""
         if self._run is None:
             self._run = run_of(self._drafter.model)
-        run, (kept, tokens) = self._run, self._translation.extend(next_token_ids[0].tolist())
+        # One transfer to the host: the new tokens, then parents and tokens of each pass.
+        passes = (each for parents, tokens, _ in self._passes for each in (parents, tokens))
+        new, *drafted = (each.tolist() for each in to_host(next_token_ids[0], *passes))
+        run, (kept, tokens) = self._run, self._translation.extend(new)
         self._text[kept:] = tokens
         if len(self._text) > self._longest:
             self.rewind()
@@ -142,7 +144,7 @@ class CausalLMSession:
         if kept < run.length:
             run.cut(kept)
         else:
-            path, states = self._drafted_path(tokens)
+            path, states = self._drafted_path(tokens, drafted)
             run.keep(path)
         self._passes = []
         if states is None and run.length == len(self._text):
@@ -168,12 +170,12 @@ class CausalLMSession:
         self._passes.append((parents, tokens, states))
         return states[:, None]
 
-    def _drafted_path(self, tokens: list[int]) -> tuple[list[int], Tensor | None]:
+    def _drafted_path(self, tokens: list[int], drafted: list[list[int]]) -> tuple[list[int], Tensor | None]:
         """The drafted tokens, by their passes, that begin `tokens`; and the states after the last of them."""
         path: list[int] = []
         states: Tensor | None = None
-        for token, (parents, drafted, after) in zip(tokens, self._passes):
-            rows = zip(parents.tolist(), drafted.tolist())
+        for token, parents, drafted_tokens, (_, _, after) in zip(tokens, drafted[::2], drafted[1::2], self._passes):
+            rows = zip(parents, drafted_tokens)
             # All paths of the first pass continue the text.
             row = next((row for row, each in enumerate(rows) if each == (path[-1] if path else each[0], token)), None)
             if row is None:
@@ -221,8 +223,7 @@ class CausalLMDrafter(DraftModel):
         # The tokenizers that were given for each target, the target's first.
         self._given: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, Any]] = weakref.WeakKeyDictionary()
         # Of the language model's options, those of drafting: its own temperature is no matter here.
-        names = [field.name for field in fields(DraftOptions)]
-        given = {name: getattr(model.generation_config, name, None) for name in names}
+        given = {name: getattr(model.generation_config, name, None) for name in self.draft_option_names}
         self.generation_config = GenerationConfig(
             **{name: value for name, value in given.items() if value is not None}
         )
@@ -271,9 +272,9 @@ class CausalLMDrafter(DraftModel):
         """
         own = self.model.generation_config
         self.model.generation_config = copy.deepcopy(own)
-        for field in fields(DraftOptions):
-            if (value := getattr(self.generation_config, field.name, None)) is not None:
-                setattr(self.model.generation_config, field.name, value)
+        for name in self.draft_option_names:
+            if (value := getattr(self.generation_config, name, None)) is not None:
+                setattr(self.model.generation_config, name, value)
         keep_custom_fields(self.model.generation_config)
         try:
             self.model.save_pretrained(save_directory, **kwargs)

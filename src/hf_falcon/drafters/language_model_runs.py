@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import (
-    Cache,
     DynamicCache,
     GenerationConfig,
     LogitsProcessorList,
@@ -24,6 +23,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
+from ..chains import copied_state
 from ..core.caches import RowSlots, SlotLayer, adopt_layers
 from ..core.hook import extend_model_kwargs, makes_own_cache
 from ..core.modeling_falcon_draft import additive_mask
@@ -319,7 +319,7 @@ class StateRun:
         """The state now."""
         cache = self._cache
         if type(cache) is DynamicCache:
-            self._current = [_copied(layer, vars(layer)) for layer in cache.layers]
+            self._current = [copied_state(layer, vars(layer)) for layer in cache.layers]
         else:
             self._current = copy.deepcopy(cache)
         return self._current
@@ -331,13 +331,7 @@ class StateRun:
         cache = self._cache
         if type(cache) is DynamicCache:
             for layer, values in zip(cache.layers, state):
-                vars(layer).update(_copied(layer, values))
+                vars(layer).update(copied_state(layer, values))
         else:
             self._arguments[self._cache_name] = copy.deepcopy(state)
         self._current = state
-
-
-def _copied(layer: Any, values: dict[str, Any]) -> dict[str, Any]:
-    """What a layer of a cache holds, with copies of what a forward changes in place."""
-    replaced = ("keys", "values") if type(layer).__module__ == Cache.__module__ else ()
-    return {name: value if name in replaced else copy.deepcopy(value) for name, value in values.items()}

@@ -67,7 +67,7 @@ class RotaryEmbedding:
             # Training may use what a call in inference mode has made.
             with torch.inference_mode(False), torch.no_grad(), torch.device("cpu"):
                 rotary = LlamaRotaryEmbedding(self._config)
-                # Negative for the first half of a head; see [`FalconAttention`].
+                # Negative for the first half of a head; see [`rotate`].
                 known = to_device(torch.cat((-rotary.inv_freq, rotary.inv_freq)), device)
             self._scaling, self._frequencies[device] = rotary.attention_scaling, known
         return known

@@ -20,14 +20,13 @@ from ..core.draft_session import TargetHead
 from ..core.drafter import DraftModel
 from ..core.hook import attention_implementation
 from ..core.interfaces import DraftedBlocks, DrafterAcceleration
+from ..core.probe import MASKED_ATTENTION
 from ..core.target_parts import FULL, SLIDING, decoder_layers, layer_kinds
 from ..core.tree import to_device
 from .language_model_runs import TreeRun
 
 # What `assistant_model` and `attach` take for it; a folder of this name is "./mtp".
 MTP = "mtp"
-# Attention functions that take a tree's mask.
-_MASKED_ATTENTION = ("eager", "sdpa")
 
 
 class MtpDraftConfig(PreTrainedConfig):
@@ -167,7 +166,7 @@ class MtpDrafter(DraftModel):
             raise ValueError(f"`assistant_model` is {MTP!r}, but {reason}.")
         if mtp is None:
             mtp = _load(target)
-        if attention_implementation(mtp.config) not in _MASKED_ATTENTION:
+        if attention_implementation(mtp.config) not in MASKED_ATTENTION:
             mtp.set_attn_implementation("sdpa")
         self._target = weakref.ref(target)
         # No submodule: it has the target's embedding and head, which no `to` of a drafter may move.

@@ -288,7 +288,7 @@ class Learner:
             self.save()
         # The call has its tokens.
         except Exception as error:
-            logger.warning(f"What the drafter has learnt was not saved: {type(error).__name__}: {error}")
+            _warn_of_loss(error)
 
     # What a [`CallRecorder`] asks for.
 
@@ -707,9 +707,17 @@ def _observer_of(drafter: Any, target: PreTrainedModel) -> AbstractContextManage
     return learner.observer() if learner.watches(target) else learner.beside()
 
 
+def _warn_of_loss(error: Exception) -> None:
+    logger.warning(f"What the drafter has learnt was not saved: {type(error).__name__}: {error}")
+
+
 def _close_all() -> None:
     for learner in list(_learners.values()):
-        learner._leave(at_once=True)
+        try:
+            learner._leave(at_once=True)
+        # The others are saved all the same.
+        except Exception as error:
+            _warn_of_loss(error)
 
 
 _installed = False

@@ -272,6 +272,8 @@ def draft_loss(
             ranks = distillation_loss(first[None], labels[judged], heads.draft, heads.target, weights.soft)[1]
             wrong[judged] = ranks[0] > 0
             glanced = glance(judged, wrong.sum(dim=1), glancing_ratio, generators)
+        # Until torch 2.10 autocast keeps the casts of weights that it made without gradients.
+        torch.clear_autocast_cache()
         given = torch.where(glanced[..., None], shift_left(batch.features, block_size), features)
         given_embeds = torch.where(glanced[..., None], shift_left(embeds, block_size), embeds)
 
@@ -284,7 +286,7 @@ def draft_loss(
         predictions.append(predicted[judged])
         # The next pass has no glancing. Feature i was predicted at i - k; the first k positions have no prediction.
         start = features[:, :block_size, :hidden_size] if regresses else torch.zeros_like(predicted[:, :block_size])
-        given = torch.cat((start, predicted[:, : length - block_size]), dim=1)
+        given = torch.cat((start, predicted[:, : max(0, length - block_size)]), dim=1)
         given_embeds = embeds
 
     chosen, expected = torch.stack(predictions), labels[judged]

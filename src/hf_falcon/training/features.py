@@ -19,8 +19,9 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
-from ..checkpoint_files import weights_fingerprint
+from ..checkpoint_files import exact_fingerprint
 from ..core.target_parts import FeatureTap
+from ..json_files import read_own_object
 from .token_file import TokenFile, write_atomically
 
 logger = logging.getLogger(__name__)
@@ -110,7 +111,7 @@ class StoredFeatures:
         manifest = self._folder / _MANIFEST
         if not manifest.exists():
             record_features(self._folder, needed)
-        found = json.loads(manifest.read_text())
+        found = read_own_object(manifest)
         self._layers = tuple(found.get("layers", ()))
         if not self.has(layers) or {**found, "layers": None} != {**needed, "layers": None}:
             raise ValueError(
@@ -301,5 +302,5 @@ def _plan_shards(data: TokenFile) -> list[list[int]]:
 def identity(target: PreTrainedModel, data: TokenFile, layers: Sequence[int]) -> dict[str, Any]:
     """What features are of, as JSON values."""
     digest = hashlib.sha256(data.tokens.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-    found = {"target": str(weights_fingerprint(target)), "tokens": digest, "samples": len(data)}
+    found = {"target": str(exact_fingerprint(target)), "tokens": digest, "samples": len(data)}
     return {**found, "layers": list(layers)} if layers else found

@@ -26,8 +26,9 @@ from accelerate import PartialState
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache, StoppingCriteria
 
-from ..checkpoint_files import weights_fingerprint
+from ..checkpoint_files import exact_fingerprint, weights_fingerprint
 from ..core.target_parts import CACHE_NAME, FeatureTap
+from ..json_files import read_own_object
 from ..private_names import takes_static_cache
 from .chat_templates import ChatTemplate, template_variables
 from .dialogues import read_dialogues
@@ -102,7 +103,10 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
     selection.check()
     plan = _plan(arguments, model, selection)
 
-    if output.exists():
+    is_complete = output.exists()
+    # The main process may write it, before another has looked.
+    state.wait_for_everyone()
+    if is_complete:
         # Either a finished run, or one that died between writing the output and removing its parts.
         _refuse_other_plan(output, TokenFile.load(output).metadata.get("plan", {}), plan)
         if state.is_main_process:
@@ -143,7 +147,7 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
     if state.is_main_process:
         metadata = {
             "target": model.config.name_or_path or None,
-            "target_fingerprint": plan["target_fingerprint"],
+            "target_fingerprint": weights_fingerprint(model),
             "chat_template_sha256": chat_template_sha256(_chat_template(arguments, tokenizer)),
             "chat_template_kwargs": arguments.chat_template_kwargs,
             # The name of a file: its path depends on the machine.
@@ -204,7 +208,7 @@ class _Selection:
         self.prompts: list[array[int]] = []
         self.responses: list[array[int]] | None = [] if self._with_response else None
         self.dropped: Counter[str] = Counter()
-        self.skipped = SkippedRecords(arguments.max_bad_share)
+        self.skipped = SkippedRecords(arguments.max_bad_share, "max_bad_share")
         # What later rounds read of the data.
         self.texts = hashlib.sha256()
         # The target's answers by dialogue, and the dialogue of each prompt whose answer belongs there.
@@ -515,7 +519,7 @@ def _plan(arguments: PrepareArguments, model: PreTrainedModel, selection: _Selec
         tokens.update(len(ids).to_bytes(8, "little") + ids.tobytes())
     generation_config = model.generation_config.to_diff_dict() if model.generation_config is not None else {}
     plan = {
-        "target_fingerprint": weights_fingerprint(model),
+        "target_fingerprint": exact_fingerprint(model),
         "dtype": str(model.dtype).removeprefix("torch."),
         "generation_config": {
             key: value
@@ -557,7 +561,7 @@ def _open_parts(parts: Path, plan: dict[str, Any]) -> None:
     parts.mkdir(exist_ok=True)
     plan_file = parts / "plan.json"
     if plan_file.exists():
-        _refuse_other_plan(parts, json.loads(plan_file.read_text()), plan)
+        _refuse_other_plan(parts, read_own_object(plan_file), plan)
     elif any(parts.glob("batch-*")):
         raise ValueError(f"{parts} holds batches but no plan.json, so they cannot be trusted: delete {parts}.")
     else:
@@ -568,7 +572,7 @@ def _open_features(folder: Path, plan: dict[str, Any], layers: list[int]) -> Non
     """Refuses kept features of another plan, which a part that is missing would not show."""
     made_by = {**plan, "feature_layers": layers}
     if (folder / _KEPT_PLAN).exists():
-        _refuse_other_plan(folder, json.loads((folder / _KEPT_PLAN).read_text()), made_by)
+        _refuse_other_plan(folder, read_own_object(folder / _KEPT_PLAN), made_by)
     else:
         folder.mkdir(exist_ok=True)
         write_atomically(folder / _KEPT_PLAN, json.dumps(made_by, indent=2, sort_keys=True).encode())
@@ -827,7 +831,10 @@ def _read_parts(
     """Index of the prompt, then tokens, length of the prompt and temperature, from the part `first` on."""
     for index, batch in enumerate(batches, start=first):
         path = _part(parts, index)
-        file = TokenFile.load(path)
+        try:
+            file = TokenFile.load(path)
+        except ValueError as error:
+            raise ValueError(f"{path} cannot be read ({error}): delete it and repeat the command.") from error
         if len(file) != len(batch):
             raise ValueError(
                 f"{path} holds {len(file)} responses, not {len(batch)}: delete it and repeat the command."

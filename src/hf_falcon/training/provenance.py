@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import platform
 import subprocess
 from pathlib import Path
@@ -15,10 +14,26 @@ import transformers
 from transformers import PreTrainedModel
 
 from .. import __version__
-from ..checkpoint_files import weights_fingerprint
+from ..checkpoint_files import exact_fingerprint
+from ..json_files import read_own_object
 from .token_file import TokenFile
 
 PROVENANCE_NAME = "provenance.json"
+
+# Arguments of `hf-falcon train` that what a checkpoint holds depends on.
+_ARGUMENTS = (
+    "architecture",
+    "block_size",
+    "num_lstm_layers",
+    "num_draft_layers",
+    "intermediate_size",
+    "num_key_value_heads",
+    "conditioning_size",
+    "feature_layers",
+    "draft_vocab_size",
+    "max_length",
+    "eval_samples",
+)
 
 
 def provenance(target: PreTrainedModel, data: TokenFile) -> dict[str, Any]:
@@ -39,7 +54,7 @@ def provenance(target: PreTrainedModel, data: TokenFile) -> dict[str, Any]:
             "hf_falcon": __version__,
         },
         "git_revision": git_revision(),
-        "target": {"name_or_path": target.name_or_path, "fingerprint": weights_fingerprint(target)},
+        "target": {"name_or_path": target.name_or_path, "fingerprint": exact_fingerprint(target)},
         "data": {
             "sources": data.sources,
             "tokens_sha256": hashlib.sha256(data.tokens.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(),
@@ -53,7 +68,8 @@ def provenance(target: PreTrainedModel, data: TokenFile) -> dict[str, Any]:
 
 def refuse_other_run(checkpoint: str | Path, found: dict[str, Any]) -> None:
     """
-    Refuses to continue a run with other data or for another target: its schedule and its record would be of neither.
+    Refuses to continue a run with other data, for another target, or as a drafter of other layers or other held-out
+    samples: its schedule, its weights and its record would be of neither.
 
     Args:
         checkpoint (`str` or `Path`): a checkpoint of the run.
@@ -63,13 +79,20 @@ def refuse_other_run(checkpoint: str | Path, found: dict[str, Any]) -> None:
         `ValueError`: naming what differs, and the remedy.
     """
     file = Path(checkpoint, PROVENANCE_NAME)
-    kept = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    kept = read_own_object(file) if file.is_file() else {}
     for name, mark in (("data", "tokens_sha256"), ("target", "fingerprint")):
         before, now = (each.get(name, {}).get(mark) for each in (kept, found))
         if None not in (before, now) and before != now:
             raise ValueError(
                 f"`{name}` is not what the run of {str(checkpoint)!r} has: repeat its first command to continue it, "
                 "or start another run in a new `output_dir` (from its weights with `init_from`)."
+            )
+    before, now = (each.get("arguments", {}) for each in (kept, found))
+    for name in (each for each in _ARGUMENTS if each in before and each in now):
+        if before[name] != now[name]:
+            raise ValueError(
+                f"`{name}` is {now[name]!r}, and was {before[name]!r} in the run of {str(checkpoint)!r}: give that to "
+                "continue it, or start another run in a new `output_dir`."
             )
 
 

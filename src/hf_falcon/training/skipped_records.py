@@ -30,9 +30,11 @@ class SkippedRecords:
 
     Args:
         max_share (`float`, *optional*, defaults to 0.05): the share of them that is tolerated.
+        argument (`str`, *optional*): the argument that sets the share, if a user can.
     """
 
     max_share: float = 0.05
+    argument: str | None = None
     read: int = 0
     reasons: dict[str, _Reason] = field(default_factory=dict)
 
@@ -64,11 +66,13 @@ class SkippedRecords:
         if self.count > self.max_share * self.read:
             # One line, as all errors of the commands.
             found = ", ".join(f"{reason.count} because of {name}" for name, reason in self.reasons.items())
+            limit, remedy = f"a share of {self.max_share:g}", ""
+            if self.argument is not None:
+                limit, remedy = f"`{self.argument}` ({self.max_share:g})", f", or raise `{self.argument}`"
             examples = " ".join(reason.example for reason in self.reasons.values())
             raise ValueError(
-                f"{self.count} of {self.read} records cannot be read ({found}), more than `max_bad_share` "
-                f"({self.max_share:g}). The first of each kind: {examples} Correct or remove such records, or raise "
-                "`max_bad_share`."
+                f"{self.count} of {self.read} records cannot be read ({found}), more than {limit}. The first of each "
+                f"kind: {examples} Correct or remove such records{remedy}."
             )
 
     def to_dict(self) -> dict[str, dict[str, Any]]:

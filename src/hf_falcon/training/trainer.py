@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -51,6 +52,9 @@ from .features import Features, target_features
 from .muon import MuonWithAdamW
 from .provenance import PROVENANCE_NAME, provenance, refuse_other_run
 from .token_file import TokenFile
+
+# Of a file that is damaged.
+_REMEDY = "delete this checkpoint, and the same command resumes from the one before it."
 
 # The index of a sample that fills up a batch: one token, with nothing to predict.
 FILLER = -1
@@ -368,8 +372,10 @@ class FalconTrainer(Trainer):
         last = get_last_checkpoint(self.args.output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
         if last:
             refuse_other_run(last, self._provenance)
-            state = TrainerState.load_from_json(os.path.join(last, TRAINER_STATE_NAME))
+            state = _read_state(last)
             if self._is_finished(state):
+                # Of fewer epochs than before, perhaps.
+                state.max_steps = state.global_step
                 self.state = state
                 best = Path(last).parent / Path(state.best_model_checkpoint or last).name
                 # The folder may have been moved since.
@@ -583,9 +589,21 @@ class FalconTrainer(Trainer):
         shutil.rmtree(scratch)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        weights: dict[str, Any] = load_file(os.path.join(resume_from_checkpoint, "model.safetensors"))
+        file = os.path.join(resume_from_checkpoint, "model.safetensors")
+        try:
+            weights: dict[str, Any] = load_file(file)
+        except SafetensorError as error:
+            raise ValueError(f"`{file}` cannot be read ({error}): {_REMEDY}") from error
         # `load_state_dict` cannot load into FSDP's shards.
         set_model_state_dict(self._drafter, weights, options=StateDictOptions(full_state_dict=True))
+
+
+def _read_state(checkpoint: str) -> TrainerState:
+    file = os.path.join(checkpoint, TRAINER_STATE_NAME)
+    try:
+        return TrainerState.load_from_json(file)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"`{file}` cannot be read ({error}): {_REMEDY}") from error
 
 
 class _RunningSums:
@@ -635,7 +653,15 @@ def _by_depth(metrics: dict[str, float], name: str) -> list[float]:
 
 
 class _DraftProgress(ProgressCallback):
-    """Trainer's progress bar, with the loss and the accuracy by depth."""
+    """Trainer's progress bar, with the loss and the accuracy by depth. A resumed run begins where it was."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        self.current_step = state.global_step
+        if (bar := self.training_bar) is not None:
+            # tqdm would count the steps before as steps of the first moments.
+            bar.initial = bar.n = bar.last_print_n = state.global_step
+            bar.refresh()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if state.is_world_process_zero and self.training_bar is not None and logs and "loss" in logs:
