@@ -13,7 +13,7 @@ from transformers import LogitsProcessor
 
 from hf_falcon import CausalLMDrafter, LookupDrafter
 from hf_falcon.core import decoding
-from hf_falcon.grammar_processors import asker
+from hf_falcon.grammar_processors import IndexTokens, asker
 
 SETTINGS = {
     "greedy": {"do_sample": False},
@@ -300,3 +300,21 @@ def test_processors_of_xgrammar_and_outlines_answer_apart_from_their_state(packa
     assert answer() == sorted(followers(3))
     # A subclass may differ.
     assert asker(type("Other", (type(processor),), {"__module__": module})(), 2) is None
+
+
+def test_an_index_is_asked_once_for_each_token():
+    class Counting(FakeIndex):
+        asked = 0
+
+        def get_next_state(self, state, token):
+            self.asked += 1
+            return super().get_next_state(state, token)
+
+    index, tokens = Counting(), [3]
+    ask = IndexTokens(index, 1)
+    for _ in range(30):
+        tokens.append(followers(tokens[-1])[0])
+        assert ask(torch.tensor(tokens)).nonzero()[:, 0].tolist() == sorted(followers(tokens[-1]))
+        # Another branch.
+        assert ask(torch.tensor([*tokens[:-1], followers(tokens[-2])[1]])) is not None
+    assert index.asked <= 90

@@ -145,6 +145,10 @@ def test_a_language_model_of_another_size_gets_its_tokenizer(saved, tmp_path):
     found, made = write(saved, TEXT, drafter=str(tmp_path), do_sample=False)
     assert type(made.assistant_model) is CausalLMDrafter and found == plain
     assert made.assistant_tokenizer.get_vocab() == tiny_tokenizer().get_vocab()
+    # One that the drafter was given counts more.
+    drafter = CausalLMDrafter(made.assistant_model.model, tiny_tokenizer())
+    found, made = write(saved, TEXT, drafter=drafter, do_sample=False)
+    assert made.assistant_tokenizer is None and found == plain
 
 
 @pytest.mark.parametrize("first", ["hf_falcon", "pipelines"])

@@ -38,10 +38,10 @@ class KnownTargets:
     """
     Remembers which targets take trees.
 
-    Only a target as transformers makes it is remembered: with the classes' own methods, and without hooks, adapters,
-    quantised or compiled layers. The name of its file is a digest of all that the verdict depends on: the source files
-    of its classes, the functions that its modules run in this process, its configuration, dtype, device and attention,
-    the kinds of arguments, and the versions.
+    Only a target as transformers makes it is remembered: with the classes' own methods, and without hooks of others,
+    adapters, quantised or compiled layers. The name of its file is a digest of all that the verdict depends on: the
+    source files of its classes, the functions that its modules run in this process, its configuration, dtype, device
+    and attention, the kinds of arguments, and the versions.
     """
 
     def knows(self, model: PreTrainedModel, kinds: Any) -> bool:

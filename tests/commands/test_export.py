@@ -88,6 +88,15 @@ def test_an_output_that_is_read(folders, capsys, source):
     assert (folders / source / "config.json").read_bytes() == before
 
 
+def test_the_target_that_a_head_records_is_not_overwritten(folders, capsys, monkeypatch):
+    drafter = AutoDrafter.from_pretrained(folders / "drafter")
+    recorded = property(lambda config: str(folders / "target"))
+    monkeypatch.setattr(Eagle3DraftConfig, "target_name_or_path", recorded)
+    monkeypatch.setattr(AutoDrafter, "from_pretrained", lambda *args, **kwargs: drafter)
+    assert entry.main(["export", str(folders / "drafter"), str(folders / "target")]) == 1
+    assert f"`output` is '{folders}/target', the folder of the target itself" in capsys.readouterr().err
+
+
 def test_a_head_that_has_no_embedding_and_names_no_target(folders, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("hf_falcon.commands.export.load_target", lambda *_: pytest.fail("loads a target"))
     assert entry.main(["export", str(folders / "drafter"), str(tmp_path / "out")]) == 1

@@ -155,6 +155,13 @@ def test_streamers(rows, device):
     assert streamers[0].tokens == streamers[1].tokens and streamers[1].ended
 
 
+def test_a_tree_of_paths_is_as_deep_as_on_a_cpu(device):
+    paths = [[0] * depth for depth in range(1, 6)]
+    target, drafter = models(device, block_size=1, draft_tree=paths, num_draft_passes=2)
+    output = generate(device, target, prompt(9), assistant_model=drafter)
+    assert output.draft_statistics.drafted_tokens > 3 * output.draft_statistics.rounds
+
+
 def test_embeddings_as_prompt(device):
     target, drafter = models(device)
     embeds = target.get_input_embeddings()(device.tensor(prompt(9)))

@@ -352,3 +352,12 @@ def test_a_chain_is_the_path_of_which_most_tokens_are_expected(target, monkeypat
         target(ids[:, :-1])
         candidates, _ = generator.get_candidates(ids)
     assert candidates.tolist() == [[*ids[0].tolist(), 12, 14]]
+
+
+@torch.no_grad()
+def test_a_prompt_of_embeddings_that_is_shorter_than_the_text_behind_it(target):
+    """Where drafting begins late, after more tokens than the prompt has."""
+    generator = FalconCandidateGenerator(tiny_drafter(target), target)
+    width, policy = target.config.hidden_size, DraftPolicy(DraftOptions(), AcceptanceStats())
+    generator.start(torch.randn(1, 10, width), 0, 0, policy, prompt_embeds=torch.randn(1, 3, width))
+    assert len(generator.propose(random_tokens(1, 8), 4)) > 1

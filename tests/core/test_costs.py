@@ -15,7 +15,6 @@ from hf_falcon.core import costs
 from hf_falcon.core.costs import CostKey, Costs
 from hf_falcon.core.draft_session import TargetHead
 from hf_falcon.core.target_run import TargetRun
-from hf_falcon.verdicts import verdict_of_prompt
 
 
 def timed(prior, *rounds, sizes=(), plain=1.0) -> Costs:
@@ -179,10 +178,10 @@ def test_nothing_runs_and_nothing_is_written(tmp_path, monkeypatch):
     target, forwards = TARGETS["llama"](), []
     drafter = tiny_drafter(target, num_assistant_tokens_schedule="heuristic", num_assistant_tokens=6)
     target.register_forward_pre_hook(lambda *_: forwards.append(1))
-    verdict_of_prompt(target, prompt(5))
+    options = {"do_sample": False, "return_dict_in_generate": True, "assistant_model": drafter}
+    target.generate(prompt(5), max_new_tokens=2, **options)
     forwards.clear()
-    options = {"max_new_tokens": 20, "do_sample": False, "return_dict_in_generate": True}
-    found = target.generate(prompt(5), assistant_model=drafter, **options)
+    found = target.generate(prompt(5), max_new_tokens=20, **options)
     assert len(forwards) == found.draft_statistics.rounds + 1 and not list(tmp_path.iterdir())
 
 

@@ -8,6 +8,7 @@ import torch
 from oracle import use_oracle
 from quick import one_in
 from tiny_models import (
+    IS_OLDEST,
     RECURRENT,
     VOCAB,
     WINDOW,
@@ -407,6 +408,7 @@ def test_a_target_with_a_loop_of_its_own(warnings_given):
     hf_falcon.detach(target)
 
 
+@pytest.mark.skipif(IS_OLDEST, reason="this transformers fails with such a cache")
 def test_a_cache_that_records_its_past(warnings_given):
     target, ids = tiny_target("mistral-window"), prompt(9)
     outputs = []

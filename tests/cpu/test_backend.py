@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_models import prompt, tiny_drafter, tiny_target
+from tiny_models import new_target, prompt, tiny_drafter, tiny_target
 from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM
 
 import hf_falcon
@@ -30,3 +30,17 @@ def test_attention_is_replaced_for_grouped_queries_only(kv_heads):
     # The prompt's forward is no round.
     assert replaced == ({False} if kv_heads == 4 else {False, True})
     assert AttentionInterface()["sdpa"] is sdpa_attention_forward
+
+
+def test_a_target_whose_head_is_resized_in_place_gets_its_layers_anew():
+    """transformers keeps the layer and the parameter of a tied head."""
+    target = new_target("llama", tie_word_embeddings=True)
+    settings = {"max_new_tokens": 20, "do_sample": False}
+    target.generate(prompt(9), assistant_model="lookup", **settings)
+    head = target.lm_head.weight
+    target.resize_token_embeddings(target.config.vocab_size + 1)
+    assert target.lm_head.weight is head
+    with torch.no_grad():
+        head[-1] = 0.0
+    found = target.generate(prompt(9), assistant_model="lookup", **settings)
+    assert found.tolist() == target.generate(prompt(9), **settings).tolist()

@@ -3,6 +3,7 @@
 
 import copy
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,9 +16,10 @@ from tiny_models import prompt, tiny_target
 import hf_falcon
 from hf_falcon.cpu import compact_weights, lent_weights
 from hf_falcon.cpu import skinny_gemm as skinny_gemm
-from hf_falcon.cpu.compact_weights import compact
+from hf_falcon.cpu.compact_weights import WeightMark, compact
 from hf_falcon.cpu.compiled_rounds import compiled_rounds_of
 from hf_falcon.cpu.huge_pages import Arena
+from hf_falcon.cpu.lent_weights import LentWeights
 from hf_falcon.cpu.packed_layouts import BlockLayout, PackedWeight
 
 GRIDS = ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
@@ -264,3 +266,23 @@ def test_pairs_of_values_are_in_one_word():
     found = compact_weights._in_pairs(values, Arena())
     assert found.is_contiguous() and found.shape == (2, 3, 5, 8) and found.dtype == torch.float32
     assert torch.equal(found.view(torch.int32), low | high << 16)
+
+
+def test_a_weight_on_another_device_is_another_one():
+    weight = torch.nn.Parameter(torch.randn(64, 64))
+    mark = WeightMark(weight)
+    assert mark.is_of(weight)
+    mark._marked = mark._marked.to("meta")
+    assert not mark.is_of(weight)
+
+
+def test_code_for_weights_of_another_kind_is_not_used(monkeypatch):
+    made = [SimpleNamespace(dtype=torch.bfloat16, tensors=[0] * count, memory=[]) for count in (3, 3, 1)]
+    monkeypatch.setattr(lent_weights, "skinny_gemm_pays", lambda: True)
+    monkeypatch.setattr(lent_weights, "compact", lambda *_: made[0])
+    lent, target = LentWeights(), tiny_target()
+    changes = []
+    while made:
+        changes.append(lent.take(target.lm_head))
+        del made[0]
+    assert changes == [True, False, True]

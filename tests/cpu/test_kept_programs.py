@@ -465,3 +465,27 @@ def test_states_of_attention_and_of_keys():
     target.config.labels = {1: "a", "b": 2}
     names.add(shelf_of(target).name)
     assert len(names) == 4
+
+
+def test_a_program_that_cannot_be_loaded_counts_as_none(shelf, monkeypatch):
+    def program(file, description):
+        raise RuntimeError("failed to map segment")
+
+    def write(file):
+        file.write_bytes(b"package")
+        return {}
+
+    monkeypatch.setattr(kept_programs, "Program", program)
+    with pytest.raises(CannotBeBuilt, match="failed to map segment"):
+        shelf.save("name", write)
+
+
+def test_kept_code_is_used_again_after_a_block_of_compiled_rounds(monkeypatch):
+    monkeypatch.setattr(compiling, "compile_rounds", lambda target, *_: kept_rounds.decline(target))
+    target = new_target()
+    for declines in (False, True):
+        if declines:
+            hf_falcon.uncompile_rounds(target)
+        with hf_falcon.compiled_rounds(target):
+            pass
+        assert kept_rounds.has_declined(target) == declines

@@ -398,3 +398,13 @@ def test_a_copy_takes_what_an_ordinary_model_takes(monkeypatch):
     # A forward of another layer is none of its own.
     vars(other.lm_head)["forward"] = torch.nn.Linear.forward.__get__(target.lm_head)
     assert own_forward(other.lm_head) is not None
+
+
+def test_threads_that_have_ended_keep_no_memory(monkeypatch):
+    monkeypatch.setattr(row_invariant, "_wide", {})
+    numbers = iter(range(100))
+    monkeypatch.setattr(row_invariant.threading, "get_ident", lambda: next(numbers))
+    with torch.no_grad():
+        for _ in range(40):
+            assert row_invariant._in_float64(torch.ones(3), "keys").tolist() == [1.0] * 3
+    assert len(row_invariant._wide) == row_invariant._MOST_WIDE

@@ -3,6 +3,7 @@
 
 import copy
 import threading
+from types import SimpleNamespace
 
 import device_cases
 import pytest
@@ -247,6 +248,13 @@ def test_lookups_that_do_not_pay_pause(monkeypatch):
     monkeypatch.setattr(AdaptivePolicy, "_node_costs", lambda self: torch.zeros(40))
     output = generate(tiny_target(), repeating(), LookupDrafter())
     assert output.draft_statistics.drafted_tokens > 0
+
+
+@pytest.mark.parametrize("output", [[torch.zeros(1, 5)], SimpleNamespace(audio=[torch.zeros(1, 5)])])
+def test_speech_is_not_remembered(output, monkeypatch):
+    monkeypatch.setattr(DraftModel, "assisted_decoding", lambda *args, **kwargs: output)
+    drafter = LookupDrafter(memory=1000)
+    assert drafter.assisted_decoding(tiny_target(), prompt(9)) is output and not len(drafter.lookup_memory)
 
 
 def test_a_memory_remembers_calls():

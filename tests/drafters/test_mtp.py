@@ -7,18 +7,15 @@ import weakref
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_models import VOCAB, new_target, prompt, tiny_tokenizer
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, Glm4MoeConfig, pipeline
+from tiny_models import IS_OLDEST, VOCAB, new_target, prompt, tiny_tokenizer
+from transformers import AutoModelForCausalLM, DeepseekV3Config, DynamicCache, Glm4MoeConfig, modeling_layers, pipeline
 
 import hf_falcon
 from hf_falcon.commands.at_hand import at_hand
 from hf_falcon.core.interfaces import DraftedBlocks, DrafterAcceleration
 from hf_falcon.drafters.mtp import MtpDrafter
 
-modeling_layers = pytest.importorskip("transformers.modeling_layers")
-pytestmark = pytest.mark.skipif(
-    not hasattr(modeling_layers, "MtpModel"), reason="this transformers loads no multi-token-prediction heads"
-)
+pytestmark = pytest.mark.skipif(IS_OLDEST, reason="this transformers loads no multi-token-prediction heads")
 
 LAYERS, NEW_TOKENS = 2, 24
 COMMON = {
@@ -223,7 +220,7 @@ def test_it_keeps_no_target_alive():
     assert reference() is None and drafter is not None
 
 
-def test_what_is_refused(models):
+def test_what_is_refused(models, monkeypatch):
     target, drafter = models
     with pytest.raises(ValueError, match="LlamaForCausalLM has no `num_mtp_layers`"):
         new_target("llama").generate(prompt(5), assistant_model="mtp", max_new_tokens=4)
@@ -238,6 +235,14 @@ def test_what_is_refused(models):
         hf_falcon.attach(normed, "mtp")
     with pytest.raises(ValueError, match="drafts for that model alone"):
         generate(new_mtp_target("glm"), prompt(5), drafter)
+
+    def ambiguous(config):
+        raise ValueError("ambiguous")
+
+    unknown = new_mtp_target("glm")
+    monkeypatch.setattr(type(unknown.config), "get_mtp_config", ambiguous)
+    with pytest.raises(ValueError, match=r"transformers does not know its head's layers \(ambiguous\)"):
+        hf_falcon.attach(unknown, "mtp")
     with pytest.raises(ValueError, match="give that model as `target`"):
         hf_falcon.AutoDrafter.from_pretrained("mtp")
 

@@ -203,6 +203,15 @@ def test_given_tokenizers_are_compared_once(monkeypatch):
     assert len(compared) == 2
 
 
+def test_two_tokenizers_count_wherever_they_are_given():
+    other = character_tokenizer("ab", "cd")
+    target, drafter = tiny_target(), CausalLMDrafter(new_target(), other)
+    # By their sizes alone the tokens are the same.
+    assert isinstance(drafter.vocabulary_of(target), SameTokens)
+    assert isinstance(drafter.vocabulary_of(target, tiny_tokenizer()), OtherTokens)
+    assert isinstance(drafter.vocabulary_of(target), OtherTokens)
+
+
 def test_what_cannot_be_matched():
     target, drafter = tiny_target(), CausalLMDrafter(new_target(vocab_size=VOCAB + 2))
     message = "`vocab_size` is 66, but the target has 64.*no tokenizer was found for the target .*and the draft model"

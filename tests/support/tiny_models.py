@@ -119,8 +119,10 @@ ROPE_SCALED: dict[str, Callable[..., PreTrainedModel]] = {
         _build, "Phi3", sliding_window=None, original_max_position_embeddings=24, rope_parameters=_LONG
     ),
 }
+# Of the versions that are supported.
+IS_OLDEST = transformers.__version__.startswith("5.17.")
 # transformers 5.17 loses the context where Phi3's frequencies change.
-ROPE_PHI3 = () if transformers.__version__.startswith("5.17.") else ("phi3-longrope",)
+ROPE_PHI3 = () if IS_OLDEST else ("phi3-longrope",)
 # Targets that take no tree: chains are verified, or plain decoding runs.
 WITHOUT_TREES: dict[str, Callable[..., PreTrainedModel]] = {
     "bloom": partial(_build, "Bloom", attention="eager", seed=4, n_layer=2, n_head=4, initializer_range=0.2),

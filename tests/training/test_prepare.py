@@ -20,7 +20,7 @@ import pytest
 import torch
 from dialogues_to_prepare import EOS, PAD, TEMPLATE, dialogues, make_target, write_data
 from safetensors.torch import load
-from tiny_models import new_target
+from tiny_models import IS_OLDEST, new_target
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
@@ -171,6 +171,7 @@ def test_killed_run_continues_to_the_same_bytes(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data.jsonl", "out"]
 
 
+@pytest.mark.skipif(IS_OLDEST, reason="this transformers computes all of a prompt")
 def test_a_target_that_computes_a_part_of_a_prompt_keeps_no_features(arguments, target):
     """Gemma 4's layers that share keys and values."""
     gemma = new_target("gemma4", num_kv_shared_layers=1)

@@ -10,6 +10,8 @@ from typing import Any
 from .traces import Trace
 
 PLAIN = "plain"
+# The data of the rows over all sets.
+ALL_DATA = "all"
 
 
 def first_difference(tokens: Sequence[int], others: Sequence[int]) -> int | None:
@@ -39,9 +41,9 @@ def summarise(traces: Iterable[Trace], exact: bool, other_samples: Sequence[str]
     data = list(dict.fromkeys(trace.data for trace in traces))
     rows = []
     for method in methods:
-        for name in [*data, *(["all"] if len(data) > 1 else [])]:
+        for name in [*data, *([ALL_DATA] if len(data) > 1 else [])]:
             # Only prompts that both decoded: a run that was stopped has answers without plain decoding's.
-            own = [t for t in traces if t.method == method and name in (t.data, "all") and t.key[1:] in plain]
+            own = [t for t in traces if t.method == method and name in (t.data, ALL_DATA) and t.key[1:] in plain]
             if own:
                 must_equal = exact and method.partition("@")[0] not in other_samples
                 rows.append(_row(method, name, own, [plain[trace.key[1:]] for trace in own], must_equal))

@@ -21,6 +21,7 @@ from transformers.utils import cached_file
 
 from ..bench.diagnosis import Case, Diagnosis, Inputs, Reference, Template, diagnose
 from ..bench.exactness import Exactness, exactness
+from ..bench.metrics import ALL_DATA
 from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..core.drafter import DraftModel
@@ -271,7 +272,7 @@ def _acceptance(found: Diagnosis) -> str:
     """Tables of the acceptance by set of prompts, and by depth."""
     sets = dict(found.acceptance)
     if len(sets) > 1:
-        sets["all"] = found.total
+        sets[ALL_DATA] = found.total
     by_data = [["data", "prompts", "rounds", "tokens/round", "tau", "alpha"]]
     for name, each in sets.items():
         numbers = [f"{1 + each.tau:.2f}", f"{each.tau:.2f}", f"{each.alpha:.1%}"]

@@ -57,6 +57,7 @@ def main(argv: list[str]) -> int:
     embedding = None
     if isinstance(drafter, Eagle3DraftModel):
         source = arguments.target or drafter.config.target_name_or_path
+        check_output("output", output, target=source)
         needs_embedding = drafter.embed_tokens is None and not arguments.without_embedding
         if needs_embedding and source is None:
             raise ValueError(

@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin, get_type_hints
 
 import yaml
 
+from ..bench.metrics import ALL_DATA
 from ..learning.options import check_folder
 from ..training.json_text import short
 
@@ -24,8 +25,6 @@ _KINDS = {"int": "an integer", "float": "a number", "string_to_bool": "true or f
 # Bytes of a YAML file, of which PyYAML reads some 20,000 a second.
 _LARGEST_FILE = 1 << 16
 _TRAINER = "arguments of transformers' Trainer (see `transformers.TrainingArguments`)"
-# The name of the results of all files together.
-ALL_DATA = "all"
 # Arguments of Trainer that most runs set: they are listed with the command's own.
 _MOST_USED = {"output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "bf16", "seed"}
 

@@ -56,7 +56,8 @@ def main(argv: list[str]) -> int:
     types = (DrafterArguments, FalconTrainingArguments)
     options, args = parse_run(argv, types, prog="hf-falcon train", description=__doc__)
     set_seed(args.seed)
-    check_output("output_dir", args.output_dir, drafter=options.init_from, target=options.target)
+    if not options.plan:
+        check_output("output_dir", args.output_dir, drafter=options.init_from, target=options.target)
     files = [TokenFile.load(path) for path in options.data]
     data = TokenFile.concatenate(files)
     if options.plan:

@@ -31,8 +31,12 @@ _PROMPTS = ["Why is the sky blue?", "Write a Python function that merges two sor
 def main(argv: list[str]) -> int:
     """Runs `hf-falcon tune`."""
     arguments = TuneArguments(**vars(parser().parse_args(argv)))
-    folder = Path(arguments.output) if arguments.output is not None else _own_folder(arguments) or Path("tune")
+    own = _own_folder(arguments)
+    folder = Path(arguments.output) if arguments.output is not None else own or Path("tune")
     check_folder("output", folder)
+    if own is not None:
+        # `draft_calibration` belongs there.
+        check_folder("drafter", own)
     texts = _PROMPTS
     if arguments.data:
         texts = [turns[0] for path in arguments.data for turns in read_turns(path, arguments.limit)]
@@ -72,7 +76,7 @@ def main(argv: list[str]) -> int:
         write_atomically(folder / "tune.png", picture(found.speedups))
     except ImportError:
         print("No tune.png: matplotlib is not installed. Run `pip install 'hf-falcon[bench]'`.")
-    if own := _own_folder(arguments):
+    if own is not None:
         keep_calibration(own, found.draft_calibration, drafter)
     print(f"More in {folder / 'tune.json'}. `generate` uses the target's times from now on.")
     return 0

@@ -428,10 +428,11 @@ class FalconCandidateGenerator(CandidateGenerator):
             new (`int`): new positions.
 
         Returns:
-            `torch.LongTensor` of shape `(1, new)`; or the whole text, at first, for a drafter that reads it alone.
+            `torch.LongTensor` of shape `(1, new)`, or shorter behind a prompt without tokens; or the whole text, at
+            first, for a drafter that reads it alone.
         """
         is_whole = self._reads_text and self._next_position is None
-        return input_ids[:, self._padding if is_whole else input_ids.shape[1] - new :]
+        return input_ids[:, self._padding if is_whole else max(0, input_ids.shape[1] - new) :]
 
     def get_candidates(self, input_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, None]:
         """

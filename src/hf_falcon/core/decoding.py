@@ -268,8 +268,8 @@ def _policy(run: TargetRun, rows: Sequence[Row], batch: Batch, cached: int) -> D
     """The drafting policy of `rows`, which are not finished, in forwards of `cached` rows."""
     model, drafter, options = run.model, rows[0].generator.drafter, rows[0].generator.options
     stats = acceptance_stats_of(drafter, model)
-    # On a device other than a CPU, a question after a pass would wait for the device.
-    ahead = drafter.device.type != "cpu"
+    # On a device other than a CPU, a question after a pass would wait for the device; a tree of paths has none.
+    ahead = drafter.device.type != "cpu" and isinstance(options.draft_tree, str)
     limit = max(_depth_limit(run, row, batch) for row in rows)
     if limit < 1:
         return PlainPolicy(options, stats)

@@ -21,7 +21,7 @@ from .huge_pages import keep_in_huge_pages
 from .kept_rounds import passes_for, rounds_for
 from .packing import is_packed
 from .row_invariant import is_row_invariant
-from .skinny_gemm import SkinnyLinears, linears_of, skinny_gemm, widening
+from .skinny_gemm import SkinnyLinears, is_suited, linears_of, skinny_gemm, widening
 
 # The layers of each target that run faster in rounds, as long as its structure stays.
 _linears: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Hashable, SkinnyLinears]] = weakref.WeakKeyDictionary()
@@ -150,9 +150,11 @@ class CpuBackend:
 
 def _linears_of_target(target: PreTrainedModel) -> SkinnyLinears:
     """See [`linears_of`]. A walk over all modules in every call would take longer than some steps."""
-    structure = structure_of(target), tuple(is_compiled(layer) for layer in decoder_layers(target))
+    compiled = tuple(is_compiled(layer) for layer in decoder_layers(target))
+    structure = structure_of(target), target.device.type, compiled
     known = _linears.get(target)
-    if known is None or known[0] != structure:
+    # Weights may have other shapes, or be elsewhere, without being other objects.
+    if known is None or known[0] != structure or not all(map(is_suited, known[1])):
         _linears[target] = known = structure, linears_of(target)
     return known[1]
 

@@ -110,7 +110,8 @@ class WeightMark:
         if self._weight() is not weight:
             return False
         sample = _sample_of(weight)
-        return sample.dtype == self._marked.dtype and torch.equal(sample, self._marked)
+        marked = self._marked
+        return (sample.dtype, sample.device) == (marked.dtype, marked.device) and torch.equal(sample, marked)
 
 
 class CompactWeight(WeightMark):

@@ -30,7 +30,7 @@ from .compiled_code import captures_graphs
 from .compiled_passes import CompilableDrafter, CompiledHead, CompiledPasses
 from .compiled_rounds import CompiledRounds, compiled
 from .kept_programs import shelf_of
-from .kept_rounds import decline
+from .kept_rounds import decline, has_declined, undo_decline
 from .packing import is_packed
 from .programs import CannotBeBuilt, kind_of
 from .row_invariant import is_row_invariant
@@ -195,10 +195,14 @@ def compiled_rounds(
     Returns:
         A context manager, whose value is the result of [`compile_rounds`].
     """
+    had_declined = has_declined(target)
     try:
         yield compile_rounds(target, sizes, compile_config, drafter)
     finally:
         uncompile_rounds(target)
+        if not had_declined:
+            # What `hf-falcon tune --compile` kept is used again.
+            undo_decline(target)
 
 
 def refresh_passes(drafter: Any) -> None:

@@ -31,7 +31,7 @@ from ..json_files import read_json
 from ..private_names import attention_function, experts_implementation
 from .code_digest import code_digest
 from .packing import is_packed
-from .programs import Program
+from .programs import CannotBeBuilt, Program
 
 logger = logging.get_logger(__name__)
 
@@ -95,13 +95,19 @@ class Shelf:
         Args:
             name (`str`): its name.
             write (`Callable`): writes the package to a path and returns its description.
+
+        Raises:
+            [`CannotBeBuilt`]: if this process cannot load it.
         """
         with tempfile.TemporaryDirectory() as scratch:
             part = Path(scratch, "program.pt2")
             description = write(part)
             sha256 = _sha256(part)
-            # Torch reads the file once.
-            program = Program(part, description)
+            try:
+                # Torch reads the file once, and unpacks it in the temporary folder: that may be full, or run nothing.
+                program = Program(part, description)
+            except Exception as error:
+                raise CannotBeBuilt(f"the program cannot be loaded ({error})") from error
             try:
                 self._make_folder()
                 self._write(f"{name}.{sha256[:16]}.pt2", part.read_bytes())

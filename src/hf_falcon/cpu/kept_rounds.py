@@ -53,6 +53,11 @@ def decline(target: PreTrainedModel) -> None:
     _tried.setdefault(target, set()).add(None)
 
 
+def has_declined(target: PreTrainedModel) -> bool:
+    """Whether `decline` was called last."""
+    return None in _tried.get(target, ())
+
+
 def undo_decline(target: PreTrainedModel) -> None:
     """Undoes `decline`: the next call looks for kept rounds."""
     _tried.pop(target, None)
@@ -80,7 +85,7 @@ def load_rounds(target: PreTrainedModel) -> None:
         raise RuntimeError("what was built is not for the target as it is now.")
     with _lock:
         # Meanwhile `uncompile_rounds` or `compile_rounds` was called.
-        if None in _tried.get(target, ()) or target in compiled:
+        if has_declined(target) or target in compiled:
             rounds.drop_weights()
         else:
             _use(target, rounds)

@@ -23,7 +23,8 @@ class LentWeights:
 
     def __init__(self) -> None:
         self._weights: dict[nn.Linear, LentWeight] = {}
-        self._dtypes: list[torch.dtype | None] = []
+        # The dtype of each layer's, and the number of its tensors.
+        self._kinds: list[tuple[torch.dtype, int] | None] = []
         # The weights that the layers have now.
         self._lent: dict[nn.Linear, LentWeight] = {}
         self._lock = threading.Lock()
@@ -38,7 +39,7 @@ class LentWeights:
         packed weights.
 
         Returns:
-            `bool`: whether code that was compiled before cannot use them, because dtypes changed.
+            `bool`: whether code that was compiled before cannot use them, because they are of other kinds.
         """
         # As for skinny products: only with the instructions that it was faster with.
         arena = Arena()
@@ -50,8 +51,9 @@ class LentWeights:
                 found[linear] = joined
         self._weights = {linear: weight for linear, weight in found.items() if weight is not None}
         move_to_huge_pages(buffer for weight in self._weights.values() for buffer in weight.memory)
-        before, self._dtypes = self._dtypes, [None if weight is None else weight.dtype for weight in found.values()]
-        return self._dtypes != before
+        kinds = [None if weight is None else (weight.dtype, len(weight.tensors)) for weight in found.values()]
+        before, self._kinds = self._kinds, kinds
+        return self._kinds != before
 
     def drop(self) -> None:
         """Drops the weights that `take` made."""

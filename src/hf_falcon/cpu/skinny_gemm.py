@@ -177,10 +177,10 @@ def linears_of(model: nn.Module) -> SkinnyLinears:
     for module in modules:
         if module in compiled:
             continue
-        if _is_suited(module):
+        if is_suited(module):
             found.setdefault(module, SkinnyLinear)
         children = [module._modules.get(name) for name in _INNER]
-        inner = [child for child in children if _is_suited(child) and child not in compiled]
+        inner = [child for child in children if is_suited(child) and child not in compiled]
         if len(inner) == len(_INNER):
             found.update(dict.fromkeys(inner, InnerLinear))
     return found
@@ -251,7 +251,8 @@ def _pays_in(dtype: torch.dtype) -> bool:
     return bool(_ROWS.get(dtype)) or (dtype == torch.bfloat16 and not has_bfloat16_products())
 
 
-def _is_suited(linear: nn.Module | None) -> TypeGuard[nn.Linear]:
+def is_suited(linear: nn.Module | None) -> TypeGuard[nn.Linear]:
+    """Whether a module is a linear layer whose products can be replaced."""
     # A subclass, or a layer with a forward of its own, may compute something else.
     if not isinstance(linear, nn.Linear) or type(linear) not in _SUITED or own_forward(linear) is not None:
         return False

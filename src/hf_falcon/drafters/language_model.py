@@ -308,9 +308,9 @@ class CausalLMDrafter(DraftModel):
         """
         known, given = self._vocabularies.get(target), self._given.get(target, (None, None))
         is_other = tokenizer is not given[0] or assistant_tokenizer is not given[1]
-        if known is None or (
-            is_other and (assistant_tokenizer is not None or (tokenizer is not None and isinstance(known, str)))
-        ):
+        # One tokenizer alone says no more than sizes do.
+        are_both = assistant_tokenizer is not None or (tokenizer is not None and self.tokenizer is not None)
+        if known is None or (is_other and (are_both or (tokenizer is not None and isinstance(known, str)))):
             try:
                 known = vocabulary_of(target, self.model, tokenizer, assistant_tokenizer or self.tokenizer)
             except ValueError as error:

@@ -83,9 +83,11 @@ class LookupDrafter(DraftModel):
         """See [`DraftModel.assisted_decoding`]. The texts of the call are remembered at its end."""
         output = super().assisted_decoding(target, input_ids, *args, attention_mask=attention_mask, **kwargs)
         if self.lookup_memory is not None:
-            texts = output if isinstance(output, Tensor) else output.sequences
-            for text, padding in zip(texts.tolist(), _padding(input_ids, attention_mask)):
-                self.lookup_memory.add(text[padding:])
+            # Targets that write speech return more than texts.
+            texts = output if isinstance(output, Tensor) else getattr(output, "sequences", None)
+            if isinstance(texts, Tensor) and texts.dim() == 2:
+                for text, padding in zip(texts.tolist(), _padding(input_ids, attention_mask)):
+                    self.lookup_memory.add(text[padding:])
         return output
 
     def add(self, token_ids: Sequence[int]) -> None:

@@ -232,11 +232,14 @@ def refusal(target: PreTrainedModel) -> str | None:
     embedding = target.get_input_embeddings()
     if hasattr(embedding, "embed_norm") or not hasattr(target, "lm_head"):
         return f"the head of {type(target).__name__} does not read the target's own embedding and `lm_head`"
-    try:
-        from transformers.modeling_layers import MtpModel  # noqa: F401
-    except ImportError:
+    # Earlier versions have a class of that name, or none, that loads no such head.
+    if tuple(map(int, transformers_version.split(".")[:2])) < (5, 23):
         return f"transformers {transformers_version} loads no such head: install 5.23 or later"
-    if unknown := layer_kinds(target.config.get_mtp_config()) - {FULL, SLIDING}:
+    try:
+        kinds = layer_kinds(target.config.get_mtp_config())
+    except ValueError as error:
+        return f"transformers does not know its head's layers ({error})"
+    if unknown := kinds - {FULL, SLIDING}:
         return f"its head has layers of kind {sorted(unknown)}, which follow no tree"
     return None
 

@@ -272,7 +272,7 @@ def draft_loss(
             ranks = distillation_loss(first[None], labels[judged], heads.draft, heads.target, weights.soft)[1]
             wrong[judged] = ranks[0] > 0
             glanced = glance(judged, wrong.sum(dim=1), glancing_ratio, generators)
-        # Until torch 2.10 autocast keeps the casts of weights that it made without gradients.
+        # With pytorch's issue 158232, autocast goes on with the casts that it makes here, which have no gradients.
         torch.clear_autocast_cache()
         given = torch.where(glanced[..., None], shift_left(batch.features, block_size), features)
         given_embeds = torch.where(glanced[..., None], shift_left(embeds, block_size), embeds)

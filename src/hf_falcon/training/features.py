@@ -112,6 +112,9 @@ class StoredFeatures:
         if not manifest.exists():
             record_features(self._folder, needed)
         found = read_own_object(manifest)
+        if found.get("target") == "None":
+            # Earlier versions did not tell float16 targets apart.
+            found["target"] = needed["target"]
         self._layers = tuple(found.get("layers", ()))
         if not self.has(layers) or {**found, "layers": None} != {**needed, "layers": None}:
             raise ValueError(

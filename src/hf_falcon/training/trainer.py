@@ -54,7 +54,7 @@ from .provenance import PROVENANCE_NAME, provenance, refuse_other_run
 from .token_file import TokenFile
 
 # Of a file that is damaged.
-_REMEDY = "delete this checkpoint, and the same command resumes from the one before it."
+_REMEDY = "delete this checkpoint. Training then resumes from the one before it, if one is left."
 
 # The index of a sample that fills up a batch: one token, with nothing to predict.
 FILLER = -1
