@@ -67,6 +67,8 @@ def test_a_drafter_is_adapted(workplace, tmp_path, capsys, method):
     report = json.loads((output / "adapt.json").read_text())
     assert report.keys() == {"before", "after", "prompts", "drafter", "tokens_sha256"}
     assert report["after"]["final_tau"] >= 0
+    if method == "falcon":
+        assert f"{1 + report['after']['final_tau']:.2f}" in (output / "README.md").read_text()
 
     old, new = AutoDrafter.from_pretrained(tmp_path / "old"), AutoDrafter.from_pretrained(output)
     assert any(not torch.equal(a, b) for a, b in zip(old.parameters(), new.parameters()))

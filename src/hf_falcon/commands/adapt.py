@@ -112,11 +112,12 @@ def adapt(
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.save_state()
-    if isinstance(drafter, FalconDraftModel):
-        write_card(drafter.config, folder)
     if trainer.state.global_step >= trainer.state.max_steps:
         report["after"] = decoded_tau(target, drafter, prompts)
         _write_report(folder, report)
+    if isinstance(drafter, FalconDraftModel):
+        # It has what was measured.
+        write_card(drafter.config, folder)
     return report
 
 

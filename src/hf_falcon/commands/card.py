@@ -157,11 +157,12 @@ def template() -> Path:
 
 
 def final_tau(folder: str | Path) -> tuple[float | None, float | None]:
-    """tau and alpha that the training measured by decoding at its end; `None` if it did not."""
+    """tau and alpha that the training, or adapting, measured by decoding at its end; `None` if it did not."""
     for row in reversed(_read(Path(folder, "trainer_state.json")).get("log_history", [])):
         if "final_tau" in row:
             return row["final_tau"], row.get("final_alpha")
-    return None, None
+    after = _read(Path(folder, "adapt.json")).get("after") or {}
+    return after.get("final_tau"), after.get("final_alpha")
 
 
 def _read(file: Path) -> dict[str, Any]:

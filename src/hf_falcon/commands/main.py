@@ -26,7 +26,7 @@ COMMANDS = {
     "chat": "chat with a target in the terminal, with a drafter",
     "serve": "serve a target with its drafter, by OpenAI's interface",
     "push": "push a drafter with its code and its card to the Hub",
-    "info": "describe a drafter on the Hub or in a folder",
+    "info": "describe a drafter on the Hub or in a folder, or what can draft for a target",
 }
 
 # These commands import torch and transformers themselves, where they need them.

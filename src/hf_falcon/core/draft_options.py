@@ -41,7 +41,7 @@ class DraftOptions:
     Options of drafting. They are fields of `drafter.generation_config`, which is saved with the drafter:
     `drafter.generation_config.num_assistant_tokens = 16`. All of them are arguments of `generate` and of a pipeline
     call, too: `target.generate(**inputs, assistant_model=drafter, num_assistant_tokens=16)`. A call may also set them
-    in its `generation_config`. A value of the call counts before the drafter's.
+    in its `generation_config`, and a target in its own. A value of either counts before the drafter's.
 
     Args:
         num_assistant_tokens (`int`, *optional*, defaults to 32):

@@ -194,7 +194,10 @@ class MtpDrafter(DraftModel):
         mtp: Any = self.mtp
         own: Any = target
         if mtp.embed_tokens is not own.get_input_embeddings() or mtp.shared_head is not own.lm_head:
-            raise ValueError("The target's embedding or head was replaced: make a new `MtpDrafter(target)`.")
+            raise ValueError(
+                "The target's embedding or head was replaced: give "
+                '`hf_falcon.AutoDrafter.from_pretrained("mtp", target=target)`.'
+            )
 
     def make_head(self, target: PreTrainedModel) -> TargetHead:
         """See [`Drafter.make_head`]."""
