@@ -26,7 +26,7 @@ from .cpu.background_builds import build_in_background, check_background_build, 
 from .drafters.auto import AutoDrafter
 from .drafters.lookup_drafter import LOOKUP
 from .drafters.mtp import MTP
-from .learning.learner import check_whether_it_learns, learner_of, start_learning
+from .learning.learner import check_whether_it_learns, learner_of, learning_options, start_learning
 from .learning.options import LearningOptions
 
 logger = logging.get_logger(__name__)
@@ -98,13 +98,16 @@ def attach(
     drafter.check_target(target)
     if compile:
         check_background_build(target)
+    options = None
     if learn is not False:
         check_whether_it_learns(drafter)
+        # Options that are refused end no other learner.
+        options = learning_options(learn)
     earlier = attached_drafter(target)
     ended = _end_learning(earlier, target)
-    if learn is not False:
+    if options is not None:
         try:
-            start_learning(drafter, target, learn)
+            start_learning(drafter, target, options)
         except BaseException:
             # The earlier drafter stays attached.
             if ended is not None:

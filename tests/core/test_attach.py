@@ -355,6 +355,22 @@ def test_a_drafter_that_is_attached_again_ends_its_learning():
     assert learner_of(drafter) is None
 
 
+def test_a_learning_that_is_refused_ends_no_other(tmp_path):
+    target, other = new_target("llama"), new_target("llama", seed=1)
+    drafter, foreign = new_drafter(target), new_drafter(other, seed=2)
+    hf_falcon.attach(target, drafter, learn=tmp_path / "a")
+    learner_of(drafter).save()
+    with pytest.raises(ValueError, match="a` was begun with another drafter"):
+        hf_falcon.attach(other, foreign, learn=tmp_path / "a")
+    assert learner_of(drafter).watches(target)
+    before = learner_of(drafter)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="nothing can be written"):
+        hf_falcon.attach(target, drafter, learn=tmp_path / "file" / "below")
+    assert learner_of(drafter) is before and before.watches(target)
+    hf_falcon.detach(target)
+
+
 def test_a_folder_that_is_refused_leaves_the_learning_of_before(tmp_path):
     target = new_target("llama")
     drafter, other = new_drafter(target), new_drafter(target, seed=2)

@@ -516,6 +516,18 @@ def test_half_of_the_way_has_to_be_better_than_what_drafts(monkeypatch):
         assert same(dict(found._student.parameters), accepted)
 
 
+def test_a_better_copy_replaces_what_drafts_also_where_halfway_to_it_is_worse(monkeypatch):
+    target, drafter = pair()
+    with learner(drafter, target, uses=1000) as found:
+        replay_calls(found, 40)
+        # The drafter has gone the whole of the way before.
+        found._drafting = found._accepted = {name: each + 1e-3 for name, each in found._student.weights().items()}
+        found._version = 1
+        scored(found, monkeypatch, {"start": 0.0, "halfway": 55.0, "end": 80.0, "now": 60.0})
+        found.learn(4)
+        assert (found._replacements, found._refusals) == (1, 0) and found._drafting is found._accepted
+
+
 # What is kept.
 
 
@@ -870,6 +882,30 @@ def test_a_save_that_fails_at_the_end_of_the_process_keeps_no_other_from_its_own
     learner_module._close_all()
     assert caplog.text.count("was not saved: OSError: full") == 1
     assert (tmp_path / "1" / STATE_NAME).is_file() and not (tmp_path / "0" / STATE_NAME).exists()
+
+
+def test_a_save_that_fails_is_repeated(tmp_path, monkeypatch):
+    target, drafter = pair()
+    found = learner(drafter, target, folder=tmp_path)
+    replay_calls(found, 40)
+    with monkeypatch.context() as patch:
+        patch.setattr(learner_module.files.LearnerState, "save", fails)
+        with pytest.raises(OSError, match="full"):
+            found.close()
+    assert not (tmp_path / STATE_NAME).exists()
+    learner_module._close_all()
+    assert (tmp_path / STATE_NAME).is_file() and drafter not in learner_module._learners
+
+
+def test_a_prompt_is_the_same_one_behind_padding():
+    target, drafter = pair()
+    with learner(drafter, target) as found:
+        for longer in (0, 3):
+            ids = torch.cat((torch.zeros(1, longer, dtype=torch.long), prompt(8)), dim=1)
+            ids = torch.cat((ids, prompt(8 + longer, seed=1)))
+            target.generate(ids, attention_mask=(ids != 0).long(), assistant_model=drafter, **CALL)
+        prompts = [record.prompt for record in found._buffer]
+    assert len(prompts) == 4 and len(set(prompts)) == 3
 
 
 def test_a_new_learner_in_the_middle_of_a_call_begins_with_what_was_learnt():

@@ -8,7 +8,7 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from ..core.costs import CostKey, Costs, Stopwatch
 from ..core.draft_options import DraftOptions
 from ..core.interfaces import Drafter, target_acceleration
 from ..core.policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, acceptance_stats_of
-from ..core.probe import TREES
+from ..core.probe import CHAINS, TREES
 from ..core.target_parts import CACHE_NAME, FeatureTap, rope_boundary
 from ..core.target_run import TargetRun
 from ..core.tree import Branches, chain
@@ -116,6 +116,9 @@ def tune(
     options = limited_options(DraftOptions.from_generation_config(drafter.generation_config), drafter, target)
     if options.draft_tree != "dynamic":
         raise ValueError(f"`draft_tree` is {options.draft_tree!r}: only dynamic trees have a size to be tuned.")
+    if verdict_of_prompt(target, prompts[0]["input_ids"]).way == CHAINS:
+        # As in its calls: a path of likeliest tokens.
+        options = replace(options, draft_top_k=1, draft_width=1)
     acceleration = target_acceleration(target, reads_layers=bool(drafter.config.feature_layers))
     nodes = options.num_assistant_tokens
     cost_key = CostKey.of(target, context, nodes, 1, acceleration.is_packed, acceleration.sizes)

@@ -132,8 +132,11 @@ class Learner:
         self._wake = threading.Event()
         self._work = self._units()
         if self.options.folder is not None:
-            _leave_others(Path(self.options.folder))
-            self._resume(drafter, Path(self.options.folder))
+            folder = Path(self.options.folder)
+            # A folder that is refused ends no other learner. Another one of this folder saves before it is read.
+            self._saved_in(folder)
+            _leave_others(folder)
+            self._resume(drafter, folder)
         _learners[drafter] = self
         _install()
 
@@ -216,15 +219,18 @@ class Learner:
             self._wake.set()
             if self._thread is not None and self._thread is not threading.current_thread():
                 self._thread.join(_GRACE)
-        elif not at_once:
+        elif not at_once and self._unsaved is None:
             return
         with self._lock:
             # Otherwise the last call that runs does the rest.
-            if at_once or self._active == 0:
-                self._forget()
+            is_last = at_once or self._active == 0
+            if is_last:
                 self._replace()
+        # An error leaves it where the end of the process, or another `close`, finds it.
         self.save()
         self._unsaved = None
+        if is_last:
+            self._forget()
 
     def _forget(self) -> None:
         """Later calls of the drafter are not this learner's any more."""
@@ -319,7 +325,8 @@ class Learner:
                 self._budget.earn(counts.seconds)
                 self._idle_since = now
                 self._replace()
-            if counts.rounds:
+            # The seconds are of all calls that ran at the same time.
+            if counts.rounds or counts.seconds:
                 self._history.add(counts)
         self._save_after_close()
         while self._may_learn and self._budget.is_enough and self._budget.seconds_to_step(self._clock()) == 0:
@@ -476,8 +483,11 @@ class Learner:
                 for record in held_out:
                     between.append(self._score(record, halfway))
                     yield True
-                if is_enough(start, between, after):
-                    drafting, after, verdict = halfway, between, compare(before, between)
+                of_halfway = compare(before, between)
+                # Where the whole of the way before drafts, half of this one may be less: the copy then replaces it.
+                is_better = of_halfway.replaces or self._drafting is not self._accepted
+                if is_enough(start, between, after) and is_better:
+                    drafting, after, verdict = halfway, between, of_halfway
             self._before, self._verdict = estimated_tau(start), verdict
             if verdict.replaces:
                 for record, score in zip(held_out, after):
@@ -581,22 +591,26 @@ class Learner:
         if png is not None:
             write_atomically(folder / files.PLOT_NAME, png)
 
-    def _resume(self, drafter: DraftModel, folder: Path) -> None:
-        """Takes what an earlier process has saved."""
+    def _saved_in(self, folder: Path) -> files.LearnerState | None:
+        """What is in a folder; an error if it is of another drafter."""
         found = files.LearnerState.load(folder)
         if found is None:
-            return
+            return None
         found.check(folder, self._student.parameters)
-        progress = found.progress
-        learnt = progress.get("learnt")
-        # Earlier versions wrote one.
-        self._learnt = list(learnt) if isinstance(learnt, list) else [learnt]
-        known = [each for each in (progress.get("drafter"), *self._learnt) if each is not None]
+        known = [each for each in (found.progress.get("drafter"), *_learnt_in(found)) if each is not None]
         if known and self._fingerprint is not None and self._fingerprint not in known:
             raise ValueError(
                 f"`{folder}` was begun with another drafter: give that one, the folder `{folder / 'drafter'}` which "
                 "it became, or another folder."
             )
+        return found
+
+    def _resume(self, drafter: DraftModel, folder: Path) -> None:
+        """Takes what an earlier process has saved."""
+        found = self._saved_in(folder)
+        if found is None:
+            return
+        progress, self._learnt = found.progress, _learnt_in(found)
         # Of the drafter that learning began with, also where the one that was given has learnt.
         self._fingerprint = progress.get("drafter")
         self._student.load(found.trained)
@@ -627,6 +641,12 @@ class Learner:
                 arguments = weakref.ref(self), self._wake, self.options.threads
                 self._thread = threading.Thread(target=_learn_while_idle, args=arguments, daemon=True)
                 self._thread.start()
+
+
+def _learnt_in(found: files.LearnerState) -> list[str | None]:
+    learnt = found.progress.get("learnt")
+    # Earlier versions wrote one.
+    return list(learnt) if isinstance(learnt, list) else [learnt]
 
 
 class _Here(threading.local):
@@ -671,16 +691,19 @@ def learner_of(drafter: Any) -> Learner | None:
     return None if found is None or found._is_left else found
 
 
-def start_learning(
-    drafter: Any, target: PreTrainedModel, learn: bool | str | os.PathLike[str] | LearningOptions
-) -> Learner:
+def learning_options(learn: bool | str | os.PathLike[str] | LearningOptions) -> LearningOptions:
+    """The options that `learn` stands for, an argument of [`attach`]."""
+    if isinstance(learn, LearningOptions):
+        return learn
+    return LearningOptions(folder=None if isinstance(learn, bool) else learn)
+
+
+def start_learning(drafter: Any, target: PreTrainedModel, options: LearningOptions) -> Learner:
     """Makes a drafter learn from the calls of a target, in place of an earlier learner; see [`attach`]."""
     if (earlier := _learners.get(drafter)) is not None:
         # The next one begins with what it has learnt.
         earlier._leave(at_once=True)
-    if not isinstance(learn, LearningOptions):
-        learn = LearningOptions(folder=None if isinstance(learn, bool) else learn)
-    return Learner(drafter, target, learn)
+    return Learner(drafter, target, options)
 
 
 def check_whether_it_learns(drafter: Any) -> None:

@@ -48,6 +48,8 @@ class _Row:
     first: int
     count: int
     most: int
+    # Padding tokens before the prompt.
+    padding: int
     # Of each rejected path: the place of the token before it, its tokens, and the part of `features` that has it.
     rejected: list[tuple[int, Tensor, Tensor]] = field(default_factory=list)
 
@@ -112,7 +114,9 @@ class CallRecorder:
         if known > 0:
             # A copy: a view would keep the features of a whole prompt.
             features = prompt.features[0, -known:].clone()
-            self._rows[id(sequence)] = _Row(sequence, [features], length - known, known, known + self._longest)
+            self._rows[id(sequence)] = _Row(
+                sequence, [features], length - known, known, known + self._longest, prompt.padding
+            )
 
     def add_round(self, sequence: Any, tree: Any, path: Tensor, accepted: int, features: Tensor) -> None:
         """
@@ -169,7 +173,7 @@ class CallRecorder:
             RejectedPath(place - row.first, tokens.clamp(0, self._vocab_size - 1), part)
             for (place, tokens, _), part in zip(rejected, wrong, strict=True)
         ]
-        prompt = prompt_hash(row.sequence.token_ids[0, : row.sequence.prompt_length])
+        prompt = prompt_hash(row.sequence.token_ids[0, row.padding : row.sequence.prompt_length])
         return CallRecord(token_ids, text[:count], prompt_length, prompt, paths, ready)
 
 
