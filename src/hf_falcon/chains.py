@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig, PreTrainedModel, StaticCache
+from transformers import Cache, DynamicCache, EncoderDecoderCache, GenerationConfig, PreTrainedModel, StaticCache
 
 from .core.caches import RowSlots, SlotLayer, adopt_layers, give_back
 from .core.costs import Costs
@@ -114,7 +114,7 @@ class ChainRun:
         # Not every model returns the cache that it was given.
         self._cache_name = next((name for name in CACHE_NAMES if name in outputs), self._cache_name)
         cache = outputs.get(self._cache_name, self._model_kwargs.get(self._cache_name))
-        slots = RowSlots([cached_tokens(cache) if isinstance(cache, Cache) else 0], self.model.device)
+        slots = RowSlots([cached_tokens(_growing(cache)) if isinstance(cache, Cache) else 0], self.model.device)
         self._rewind = Rewind(cache, slots)
         mask = self._model_kwargs.get("attention_mask")
         # GIT puts its image before the prompt.
@@ -187,6 +187,9 @@ class ChainRun:
     def finish(self, sequences: Tensor | None = None) -> Any:
         """See [`TargetRun.finish`]."""
         if self._rewind is None:
+            # Memory may have run out while layers were replaced.
+            if type(self.cache) is DynamicCache:
+                give_back(self.cache)
             return self.cache
         # A round that broke off.
         self._rewind.undo()
@@ -253,13 +256,14 @@ class Rewind:
     def __init__(self, cache: Any, slots: RowSlots):
         self.cache = cache
         self._slots = slots
-        self._has_layers = type(cache) is DynamicCache
+        self._layered = _growing(cache)
+        self._has_layers = type(self._layered) is DynamicCache
         # The layers that are not in slots.
         self._others: list[Any] = []
         if self._has_layers:
             # The cache's own layers know their window.
-            adopt_layers(cache, slots, None)
-            self._others = [layer for layer in cache.layers if not isinstance(layer, SlotLayer)]
+            adopt_layers(self._layered, slots, None)
+            self._others = [layer for layer in self._layered.layers if not isinstance(layer, SlotLayer)]
         # Whether rejected tokens can be dropped.
         self.drops_tokens = self._has_layers and all(_drops_tokens(layer) for layer in self._others)
         if self.drops_tokens:
@@ -313,9 +317,14 @@ class Rewind:
     def finish(self) -> None:
         """Gives the cache its own layers back."""
         if self._has_layers:
-            give_back(self.cache)
+            give_back(self._layered)
         for layer in self._others:
             leave_past_recording(layer)
+
+
+def _growing(cache: Any) -> Any:
+    """A cache without cross-attention's states, which do not change."""
+    return cache.self_attention_cache if type(cache) is EncoderDecoderCache else cache
 
 
 def _is_known(layer: Any) -> bool:

@@ -17,7 +17,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from hf_falcon import FalconDraftConfig, FalconDraftModel
 from hf_falcon.chains import ChainRun, Rewind
 from hf_falcon.core import decoding
-from hf_falcon.core.caches import RowSlots
+from hf_falcon.core.caches import RowSlots, SlotLayer
 from hf_falcon.core.target_parts import CACHE_NAME
 from hf_falcon.core.tree import DraftTree, ancestor_mask, chain
 
@@ -452,3 +452,47 @@ def test_a_stream_ends_once_the_cache_is_complete(model_type, rows, model_of):
         target.generate(ids, assistant_model=drafter, streamer=Streamer(), **options)
         found.append(seen)
     assert found[0] == found[1] and len(found[0]) == 1
+
+
+def test_the_cache_of_the_caller_grows_beside_cross_attention():
+    """GPT-2 puts it into one of two caches, and returns that."""
+    torch.manual_seed(0)
+    sizes = {
+        "n_layer": 2,
+        "n_head": 4,
+        "n_embd": 32,
+        "vocab_size": VOCAB,
+        "n_positions": 128,
+        "initializer_range": 0.3,
+    }
+    ends = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+    config = transformers.GPT2Config(**sizes, **ends, add_cross_attention=True)
+    target = transformers.GPT2LMHeadModel(config).eval()
+    ids, seen = torch.arange(4, 4 + PROMPT_LENGTH)[None], torch.randn(1, 5, 32)
+    found = []
+    for assistant in ({}, {"assistant_model": "lookup"}):
+        cache = DynamicCache(config=config)
+        options = {"encoder_hidden_states": seen, CACHE_NAME: cache, "max_new_tokens": NEW_TOKENS, "do_sample": False}
+        found.append((target.generate(ids, **options, **assistant).tolist(), [each.keys for each in cache.layers]))
+    assert found[0][0] == found[1][0]
+    for plain, drafted in zip(found[0][1], found[1][1]):
+        torch.testing.assert_close(drafted, plain, rtol=0, atol=1e-4)
+
+
+def test_memory_that_runs_out_while_layers_are_replaced_leaves_the_cache_whole(model_of, monkeypatch):
+    target, stock, made = model_of("bloom"), SlotLayer.__init__, []
+
+    def fails_second(self, *args, **kwargs):
+        made.append(self)
+        if len(made) == 2:
+            raise torch.OutOfMemoryError("full")
+        stock(self, *args, **kwargs)
+
+    cache = DynamicCache(config=target.config)
+    drafter = FalconDraftModel(FalconDraftConfig.from_target(target)).eval()
+    options = {"max_new_tokens": 8, "do_sample": False, "assistant_model": drafter}
+    target.generate(torch.arange(4, 4 + PROMPT_LENGTH)[None], **options)
+    monkeypatch.setattr(SlotLayer, "__init__", fails_second)
+    with pytest.raises(torch.OutOfMemoryError, match="full"):
+        target.generate(torch.arange(4, 4 + PROMPT_LENGTH)[None], **options, **{CACHE_NAME: cache})
+    assert {type(each) for each in cache.layers} == {DynamicLayer}

@@ -455,3 +455,31 @@ def test_a_lack_of_memory_is_no_verdict():
         verdict_of_prompt(target, prompt(9))
     handle.remove()
     assert verdict_of_prompt(target, prompt(9)).way == TREES
+
+
+def test_a_state_in_a_layer_with_weights_is_left_alone():
+    """RecurrentGemma's layers keep it there, between the turns of a text."""
+
+    class Recurrent(nn.Linear):
+        recurrent_states = None
+
+        def forward(self, input):
+            self.recurrent_states = input.detach().sum()
+            return super().forward(input)
+
+    target = new_target("llama")
+    target.model.layers[0].mlp.up_proj.__class__ = Recurrent
+    target.generate(prompt(5), max_new_tokens=3, do_sample=False)
+    state = target.model.layers[0].mlp.up_proj.recurrent_states
+    assert state is not None
+    verdict_of_prompt(target, prompt(9))
+    assert target.model.layers[0].mlp.up_proj.recurrent_states is state
+
+
+def test_a_field_that_each_layer_has_for_itself():
+    """Gemma 4's full attention layers may have other numbers of keys."""
+    target = new_target("gemma4", attention_k_eq_v=True, num_global_key_value_heads=1)
+    assert verdict_of_prompt(target, prompt(9)).way == TREES
+    expected = generate(target, random_tokens(1, 9))
+    found = generate(target, random_tokens(1, 9), assistant_model="lookup")
+    assert found.sequences.tolist() == expected.sequences.tolist()

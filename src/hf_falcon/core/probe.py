@@ -406,8 +406,9 @@ def _left_alone(model: PreTrainedModel) -> Iterator[None]:
     has_states = device.type not in ("cpu", "mps") and hasattr(getattr(torch, device.type, None), "get_rng_state")
     found = {each.device.index for each in model.parameters() if each.device.type == device.type}
     indices = [index for index in found if index is not None] if has_states else []
-    # A layer with weights may note how it has prepared them, and RWKV in a flag that it has: that holds on.
+    # A layer with weights notes how it has prepared them, and RWKV in a flag that it has; RecurrentGemma its state.
     kept = [each for each in model.modules() if isinstance(each, PreTrainedModel) or not each._parameters]
+    kept += [each for each in model.modules() if hasattr(each, "recurrent_states")]
     before = [({**vars(each)}, {**each._buffers}) for each in kept]
     try:
         with torch.no_grad(), torch.random.fork_rng(indices, device_type=device.type if indices else "cuda"):
@@ -415,11 +416,10 @@ def _left_alone(model: PreTrainedModel) -> Iterator[None]:
     finally:
         for module, (attributes, buffers) in zip(kept, before):
             module._buffers.update(buffers)
-            for name, value in attributes.items():
+            for name, old in attributes.items():
                 now = vars(module).get(name)
-                is_number = isinstance(value, (Tensor, int, float)) and not isinstance(value, bool)
-                if now is not value and (is_number or isinstance(now, Tensor)):
-                    setattr(module, name, value)
+                if now is not old and (type(old) in (int, float) or torch.is_tensor(old) or torch.is_tensor(now)):
+                    setattr(module, name, old)
 
 
 def _no_probe_reason(model: PreTrainedModel) -> str | None:

@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
+from ..core.configuration_falcon_draft import field_of
 from ..core.interfaces import Drafter, DrafterAcceleration, DraftHead, TargetAcceleration, register_part
 from ..core.target_parts import decoder_layers, is_compiled, structure_of
 from .busy_cores import busy_cores
@@ -162,8 +163,8 @@ def _linears_of_target(target: PreTrainedModel) -> SkinnyLinears:
 def _shares_keys(target: PreTrainedModel) -> bool:
     """Whether several query heads of a target share keys and values, unless its configuration rules that out."""
     config = target.config.get_text_config(decoder=True)
-    heads = getattr(config, "num_attention_heads", None)
-    return heads is None or getattr(config, "num_key_value_heads", None) != heads
+    heads = field_of(config, "num_attention_heads")
+    return heads is None or field_of(config, "num_key_value_heads") != heads
 
 
 def install() -> None:

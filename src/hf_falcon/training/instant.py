@@ -12,7 +12,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..core.configuration_falcon_draft import FalconDraftConfig
+from ..core.configuration_falcon_draft import FalconDraftConfig, field_of
 from ..core.draft_session import head_parameters
 from ..core.drafter import FalconDraftModel
 from ..core.target_parts import decoder_layers
@@ -207,12 +207,12 @@ def _config(
 def _sizes(target: PreTrainedModel, copied: int) -> dict[str, int]:
     """Fields of the drafter's configuration. By default a drafter has fewer heads than some targets: no copies."""
     text_config = target.config.get_text_config(decoder=True)
-    heads = getattr(text_config, "num_attention_heads", 1)
+    heads = field_of(text_config, "num_attention_heads") or 1
     return {
         "block_size": 1,
         "num_lstm_layers": 0,
         "num_hidden_layers": copied,
-        "num_key_value_heads": getattr(text_config, "num_key_value_heads", None) or heads,
+        "num_key_value_heads": field_of(text_config, "num_key_value_heads") or heads,
     }
 
 
