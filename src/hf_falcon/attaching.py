@@ -26,7 +26,13 @@ from .cpu.background_builds import build_in_background, check_background_build, 
 from .drafters.auto import AutoDrafter
 from .drafters.lookup_drafter import LOOKUP
 from .drafters.mtp import MTP
-from .learning.learner import check_whether_it_learns, learner_of, learning_options, start_learning
+from .learning.learner import (
+    check_whether_it_learns,
+    learner_of,
+    learning_options,
+    refuse_other_drafter,
+    start_learning,
+)
 from .learning.options import LearningOptions
 
 logger = logging.get_logger(__name__)
@@ -101,8 +107,10 @@ def attach(
     options = None
     if learn is not False:
         check_whether_it_learns(drafter)
-        # Options that are refused end no other learner.
+        # What is refused ends no other learner.
         options = learning_options(learn)
+        if options.folder is not None:
+            refuse_other_drafter(drafter, options.folder)
     earlier = attached_drafter(target)
     ended = _end_learning(earlier, target)
     if options is not None:

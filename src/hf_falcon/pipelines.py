@@ -115,10 +115,11 @@ def _wrap(pipelines: ModuleType) -> None:
         if getattr(type(assistant_model), "is_falcon_drafter", False):
             # A language model as the drafter may have other tokens.
             reads = getattr(type(assistant_model), "reads_tokenizers", False)
-            knows = not reads or assistant_tokenizer is not None or assistant_model.tokenizer is not None
-            if not knows and vocab_size(model) != vocab_size(assistant_model.model):
-                found = tokenizer_of(assistant_model.model)
-                assistant_tokenizer = None if isinstance(found, str) else found
+            if reads and assistant_tokenizer is None:
+                assistant_tokenizer = assistant_model.tokenizer
+                if assistant_tokenizer is None and vocab_size(model) != vocab_size(assistant_model.model):
+                    found = tokenizer_of(assistant_model.model)
+                    assistant_tokenizer = None if isinstance(found, str) else found
             return assistant_model, assistant_tokenizer if reads else None
         return stock(model, assistant_model if name is None else os.fspath(name), assistant_tokenizer)
 

@@ -359,7 +359,6 @@ def test_a_learning_that_is_refused_ends_no_other(tmp_path):
     target, other = new_target("llama"), new_target("llama", seed=1)
     drafter, foreign = new_drafter(target), new_drafter(other, seed=2)
     hf_falcon.attach(target, drafter, learn=tmp_path / "a")
-    learner_of(drafter).save()
     with pytest.raises(ValueError, match="a` was begun with another drafter"):
         hf_falcon.attach(other, foreign, learn=tmp_path / "a")
     assert learner_of(drafter).watches(target)

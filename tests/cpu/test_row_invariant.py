@@ -407,4 +407,4 @@ def test_threads_that_have_ended_keep_no_memory(monkeypatch):
     with torch.no_grad():
         for _ in range(40):
             assert row_invariant._in_float64(torch.ones(3), "keys").tolist() == [1.0] * 3
-    assert len(row_invariant._wide) == row_invariant._MOST_WIDE
+    assert len(row_invariant._wide) == 1

@@ -21,6 +21,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.utils import output_capturing
 
 from ..core.caches import SlotLayer
+from ..core.configuration_falcon_draft import field_of
 from ..core.target_parts import CACHE_NAME, decoder_layers, decoder_of
 from .compact_weights import own_forward
 from .compiled_code import BuiltCode, CompiledCode, captures_graphs, mark_rows, write_rows
@@ -180,8 +181,8 @@ class CompiledRounds:
         self.made: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], CompiledPasses]]
         self.made = weakref.WeakKeyDictionary()
         config = decoder.config.get_text_config(decoder=True)
-        heads = config.num_attention_heads
-        self._group = heads // (getattr(config, "num_key_value_heads", None) or heads)
+        heads = field_of(config, "num_attention_heads") or 1
+        self._group = heads // (field_of(config, "num_key_value_heads") or heads)
         self._here = _Here()
         self._lock = threading.Lock()
         self._users = 0

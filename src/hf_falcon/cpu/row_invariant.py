@@ -40,8 +40,6 @@ _SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 24, 32, 48, 64)
 _MOST_OUTPUTS = 512
 # An attribute of masks: their forms in float64 for groups of heads, by the size of the group.
 _FORMS = "_hf_falcon_wide"
-# Buffers of keys or values in float64, at most: each thread that decodes has two.
-_MOST_WIDE = 16
 # Keys and values in float64, by thread: new memory of that size for every layer would take longer than attention.
 _wide: dict[tuple[int, str], Tensor] = {}
 _lock = threading.Lock()
@@ -209,13 +207,13 @@ def _in_float64(states: Tensor, name: str) -> Tensor:
     key, size = (threading.get_ident(), name), states.numel()
     buffer = _wide.get(key)
     if buffer is None or buffer.numel() < size:
+        lives = {thread.ident for thread in threading.enumerate()}
+        for ended in [each for each in list(_wide) if each[0] not in lives]:
+            _wide.pop(ended, None)
         # What is made in inference mode cannot be written outside of it.
         with torch.inference_mode(False):
             # Room for the tokens to come.
             _wide[key] = buffer = torch.empty(2 * size, dtype=torch.float64, device="cpu")
-        # Of threads that have ended, too. What is used at the moment lives on.
-        for oldest in list(_wide)[:-_MOST_WIDE]:
-            _wide.pop(oldest, None)
     return buffer[:size].view(states.shape).copy_(states)
 
 

@@ -88,7 +88,7 @@ class Learner:
         clock: Callable[[], float] = time.perf_counter,
     ):
         check_whether_it_learns(drafter)
-        if drafter in _learners:
+        if learner_of(drafter) is not None:
             raise ValueError("The drafter has a learner already: close it first (`learner.close()`, or `detach`).")
         drafter.check_target(target)
         self.options = options or LearningOptions()
@@ -125,6 +125,8 @@ class Learner:
         self._learnt: list[str | None] = []
         # Whether it has stopped, also after an error; and whether it was closed.
         self._closed = self._is_left = False
+        # Whether the save after the last call failed.
+        self._failed_late = False
         # What is to be told of the latest comparison.
         self._news: str | None = None
         self._here = _Here()
@@ -134,7 +136,7 @@ class Learner:
         if self.options.folder is not None:
             folder = Path(self.options.folder)
             # A folder that is refused ends no other learner. Another one of this folder saves before it is read.
-            self._saved_in(folder)
+            refuse_other_drafter(drafter, folder)
             _leave_others(folder)
             self._resume(drafter, folder)
         _learners[drafter] = self
@@ -289,11 +291,14 @@ class Learner:
         drafter = self._drafter()
         if not self._is_left or self._active > 0 or drafter is None or _learners.get(drafter) is not self:
             return
-        self._forget()
+        if self._failed_late:
+            return
         try:
             self.save()
-        # The call has its tokens.
+            self._forget()
+        # The call has its tokens. The end of the process, or another `close`, tries it again.
         except Exception as error:
+            self._failed_late, self._unsaved = True, drafter
             _warn_of_loss(error)
 
     # What a [`CallRecorder`] asks for.
@@ -326,7 +331,7 @@ class Learner:
                 self._idle_since = now
                 self._replace()
             # The seconds are of all calls that ran at the same time.
-            if counts.rounds or counts.seconds:
+            if counts.rounds or (counts.tokens and counts.seconds):
                 self._history.add(counts)
         self._save_after_close()
         while self._may_learn and self._budget.is_enough and self._budget.seconds_to_step(self._clock()) == 0:
@@ -591,26 +596,18 @@ class Learner:
         if png is not None:
             write_atomically(folder / files.PLOT_NAME, png)
 
-    def _saved_in(self, folder: Path) -> files.LearnerState | None:
-        """What is in a folder; an error if it is of another drafter."""
-        found = files.LearnerState.load(folder)
-        if found is None:
-            return None
-        found.check(folder, self._student.parameters)
-        known = [each for each in (found.progress.get("drafter"), *_learnt_in(found)) if each is not None]
-        if known and self._fingerprint is not None and self._fingerprint not in known:
-            raise ValueError(
-                f"`{folder}` was begun with another drafter: give that one, the folder `{folder / 'drafter'}` which "
-                "it became, or another folder."
-            )
-        return found
+    def _known(self) -> list[str | None]:
+        """Fingerprints of what its drafter was and is."""
+        drafter = self._drafter()
+        return [self._fingerprint, *self._learnt, None if drafter is None else weights_fingerprint(drafter)]
 
     def _resume(self, drafter: DraftModel, folder: Path) -> None:
         """Takes what an earlier process has saved."""
-        found = self._saved_in(folder)
+        found = files.LearnerState.load(folder)
         if found is None:
             return
-        progress, self._learnt = found.progress, _learnt_in(found)
+        found.check(folder, self._student.parameters)
+        progress, self._learnt = found.progress, _learnt_in(found.progress)
         # Of the drafter that learning began with, also where the one that was given has learnt.
         self._fingerprint = progress.get("drafter")
         self._student.load(found.trained)
@@ -643,8 +640,8 @@ class Learner:
                 self._thread.start()
 
 
-def _learnt_in(found: files.LearnerState) -> list[str | None]:
-    learnt = found.progress.get("learnt")
+def _learnt_in(progress: dict[str, Any]) -> list[str | None]:
+    learnt = progress.get("learnt")
     # Earlier versions wrote one.
     return list(learnt) if isinstance(learnt, list) else [learnt]
 
@@ -702,7 +699,15 @@ def start_learning(drafter: Any, target: PreTrainedModel, options: LearningOptio
     """Makes a drafter learn from the calls of a target, in place of an earlier learner; see [`attach`]."""
     if (earlier := _learners.get(drafter)) is not None:
         # The next one begins with what it has learnt.
-        earlier._leave(at_once=True)
+        had_left = earlier._is_left
+        try:
+            earlier._leave(at_once=True)
+        except Exception as error:
+            if not had_left:
+                raise
+            # It could not save when it was closed, either.
+            _warn_of_loss(error)
+            earlier._forget()
     return Learner(drafter, target, options)
 
 
@@ -715,12 +720,31 @@ def check_whether_it_learns(drafter: Any) -> None:
         raise ValueError(f"The drafter cannot learn: {reason}.")
 
 
+def refuse_other_drafter(drafter: Any, folder: str | os.PathLike[str]) -> None:
+    """
+    Raises:
+        `ValueError`: if what is learnt in a folder, in this process or in the folder's file, is of another drafter.
+    """
+    running = _learners_in(Path(folder))
+    progress = {} if running else files.progress_in(Path(folder))
+    known = running[0]._known() if running else [progress.get("drafter"), *_learnt_in(progress)]
+    fingerprint = weights_fingerprint(drafter)
+    if any(known) and fingerprint is not None and fingerprint not in known:
+        raise ValueError(
+            f"`{folder}` was begun with another drafter: give that one, the folder `{Path(folder, 'drafter')}` which "
+            "it became, or another folder."
+        )
+
+
+def _learners_in(folder: Path) -> list[Learner]:
+    own = [(each, each.options.folder) for each in list(_learners.values())]
+    return [each for each, place in own if place is not None and Path(place).resolve() == folder.resolve()]
+
+
 def _leave_others(folder: Path) -> None:
     """Ends and saves what other learners of a folder learn, such as one whose target is gone. The next goes on."""
-    for learner in list(_learners.values()):
-        own = learner.options.folder
-        if own is not None and Path(own).resolve() == folder.resolve():
-            learner._leave(at_once=True)
+    for learner in _learners_in(folder):
+        learner._leave(at_once=True)
 
 
 def _observer_of(drafter: Any, target: PreTrainedModel) -> AbstractContextManager[CallRecorder | None]:

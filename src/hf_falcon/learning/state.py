@@ -165,11 +165,22 @@ def load_samples(folder: Path) -> list[CallRecord]:
     return found
 
 
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def progress_in(folder: Path) -> dict[str, Any]:
+    """
+    What the state in a folder notes, without its tensors; empty without any.
+
+    Raises:
+        `ValueError`: if it is damaged; it names the file.
+    """
+    path = folder / STATE_NAME
+    return _read(path, with_tensors=False)[1] if path.is_file() else {}
+
+
+def _read(path: Path, with_tensors: bool = True) -> tuple[dict[str, Tensor], dict[str, Any]]:
     try:
         # Opened once: a learner may put another file in its place meanwhile.
         with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
+            tensors = {name: file.get_tensor(name) for name in file.keys()} if with_tensors else {}
             progress = parse_json((file.metadata() or {}).get(_KEY, "{}"))
     except (SafetensorError, ValueError) as error:
         raise ValueError(f"{path} is not a file of a learner ({error}): give another folder, or delete it.") from error

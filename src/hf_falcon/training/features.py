@@ -112,7 +112,7 @@ class StoredFeatures:
         if not manifest.exists():
             record_features(self._folder, needed)
         found = read_own_object(manifest)
-        if found.get("target") == "None":
+        if found.get("target") == "None" and target.dtype == torch.float16:
             # Earlier versions did not tell float16 targets apart.
             found["target"] = needed["target"]
         self._layers = tuple(found.get("layers", ()))
