@@ -116,7 +116,7 @@ def adapt(
         report["after"] = decoded_tau(target, drafter, prompts)
         _write_report(folder, report)
     if isinstance(drafter, FalconDraftModel):
-        # It has what was measured.
+        # The card has what was measured.
         write_card(drafter.config, folder)
     return report
 

@@ -52,7 +52,7 @@ def main(argv: list[str]) -> int:
     found = vars(parser().parse_args(argv))
     name, output = found.pop("drafter"), found.pop("output")
     arguments = ExportArguments(**found)
-    check_output("output", output, drafter=name, target=arguments.target)
+    check_output("output", output, drafter=name)
     drafter = AutoDrafter.from_pretrained(name, dtype=arguments.dtype)
     embedding = None
     if isinstance(drafter, Eagle3DraftModel):

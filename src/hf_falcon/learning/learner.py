@@ -489,7 +489,7 @@ class Learner:
                     between.append(self._score(record, halfway))
                     yield True
                 of_halfway = compare(before, between)
-                # Where the whole of the way before drafts, half of this one may be less: the copy then replaces it.
+                # If the drafter went the whole way before, half of this one may accept less: then it goes all of it.
                 is_better = of_halfway.replaces or self._drafting is not self._accepted
                 if is_enough(start, between, after) and is_better:
                     drafting, after, verdict = halfway, between, of_halfway

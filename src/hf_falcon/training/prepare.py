@@ -549,7 +549,7 @@ def _refuse_other_plan(path: Path, found: dict[str, Any], plan: dict[str, Any]) 
     if "texts_sha256" in found:
         found = {**{name: plan[name] for name in _OF_LATER_PROMPTS if name in plan}, **found}
     if "target_fingerprint" in found and found["target_fingerprint"] is None:
-        # Nor did they tell float16 targets apart.
+        # Earlier versions did not tell float16 targets apart.
         found = {**found, "target_fingerprint": plan["target_fingerprint"]}
     if found != plan:
         names = sorted(name for name in found.keys() | plan.keys() if found.get(name) != plan.get(name))
