@@ -233,6 +233,7 @@ def test_what_is_refused(models, monkeypatch):
     normed.get_input_embeddings().embed_norm = torch.nn.Identity()
     with pytest.raises(ValueError, match="does not read the target's own embedding"):
         hf_falcon.attach(normed, "mtp")
+    assert at_hand(normed.config, "somewhere", normed)["own heads"].startswith("no: the head of Glm")
     with pytest.raises(ValueError, match="drafts for that model alone"):
         generate(new_mtp_target("glm"), prompt(5), drafter)
 

@@ -229,9 +229,9 @@ def test_a_text_without_spaces_is_not_searched_again_for_every_token(monkeypatch
     monkeypatch.setattr(vocabularies, "_PART", 24)
     vocabulary, decoded = OtherTokens(PLAIN, MERGED, [(0, 0)]), []
 
-    def decode(token_ids, stock=vocabulary.decode):
-        decoded.append(len(token_ids))
-        return stock(token_ids)
+    def decode(*token_ids, stock=vocabulary.decode):
+        decoded.append(token_ids)
+        return stock(*token_ids)
 
     vocabulary.decode = decode
     translation, found = vocabulary.translate(), []
@@ -241,3 +241,22 @@ def test_a_text_without_spaces_is_not_searched_again_for_every_token(monkeypatch
     assert found == MERGED.encode("abcloheé" * 20)
     # Two for each token, and some hundreds of searches for a place where the part may be divided.
     assert len(decoded) < 1000
+
+
+def test_a_long_text_is_divided_although_the_first_space_of_a_text_is_left_out(monkeypatch):
+    """As by the tokenizers of SentencePiece, whose decoders strip it."""
+    monkeypatch.setattr(vocabularies, "_PART", 24)
+    tokenizer = byte_tokenizer("h e")
+    tokenizer.backend_tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Strip(" ", 1, 0)])
+    vocabulary, encoded = OtherTokens(tokenizer, MERGED, [(0, 0)]), []
+
+    def encode(text, stock=vocabulary.encode):
+        encoded.append(text)
+        return stock(text)
+
+    vocabulary.encode = encode
+    translation, found, text = vocabulary.translate(), [], "he" + " ab lo he abc" * 20
+    for token in tokenizer.encode(text):
+        kept, tokens = translation.extend([token])
+        found[kept:] = tokens
+    assert found == MERGED.encode(text) and max(map(len, encoded)) < 40

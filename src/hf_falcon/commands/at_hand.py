@@ -13,9 +13,9 @@ from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from ..drafters.mtp import MTP
+from ..drafters import mtp
 from ..json_files import read_json
-from ..training.instant import refusal
+from ..training import instant
 
 # Bytes of a tokenizer's file, at most.
 _LARGEST_TOKENIZER = 64 * 2**20
@@ -35,8 +35,7 @@ def at_hand(config: PreTrainedConfig, name: str, target: PreTrainedModel | None 
     Returns:
         `dict[str, str]`: what there is to say of "own heads", "instant", "smaller model" and "lookup".
     """
-    heads = getattr(config.get_text_config(decoder=True), "num_mtp_layers", None)
-    found = {"own heads": _own_heads(heads)}
+    found = {"own heads": "none"}
     if target is None:
         try:
             with torch.device("meta"):
@@ -46,9 +45,11 @@ def at_hand(config: PreTrainedConfig, name: str, target: PreTrainedModel | None 
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             found["instant"] = f"not known, as no model is made from the configuration: {reason}"
     if target is not None:
-        why = refusal(target)
+        why = instant.refusal(target)
         command = shlex.join(["hf-falcon", "instant", "--target", name, "--output", "instant-drafter"])
         found["instant"] = f"in about the time of 100 short answers: `{command}`" if why is None else f"no: {why}"
+    if heads := getattr(config.get_text_config(decoder=True), "num_mtp_layers", None):
+        found["own heads"] = _own_heads(heads, target)
     smaller = smaller_models(name)
     found["smaller model"] = (
         "none with its tokenizer in the Hub's cache"
@@ -59,10 +60,13 @@ def at_hand(config: PreTrainedConfig, name: str, target: PreTrainedModel | None 
     return found
 
 
-def _own_heads(layers: int | None) -> str:
-    if not layers:
-        return "none"
-    use = f'`assistant_model="{MTP}"`' if layers == 1 else "transformers' `use_mtp=True`"
+def _own_heads(layers: int, target: PreTrainedModel | None) -> str:
+    if layers > 1:
+        use = "transformers' `use_mtp=True`"
+    elif target is not None and (why := mtp.refusal(target)) is not None:
+        return f"no: {why}"
+    else:
+        use = f'`assistant_model="{mtp.MTP}"`'
     return f"{layers} for several tokens, if the checkpoint has the weights: {use}"
 
 

@@ -199,9 +199,13 @@ class OtherTokens:
         """A text in the draft model's tokens."""
         return list(self.draft_tokenizer.encode(text, add_special_tokens=False))
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of the target's tokens."""
-        return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
+        """The text of the target's tokens after others: some tokenizers leave out the space that a text begins with."""
+        start, text = (
+            self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
+            for ids in (after, [*after, *token_ids])
+        )
+        return text[len(start) :]
 
     def _encoded_start(self) -> list[int]:
         token = self.draft_tokenizer.bos_token_id
@@ -214,8 +218,9 @@ class _OtherText:
         # The draft model's tokens of the text, and how many of them do not change any more.
         self._tokens: list[int] = []
         self._fixed = 0
-        # The target's tokens of the part that may change.
+        # The target's tokens of the part that may change, and the text's token before them.
         self._part: list[int] = []
+        self._last: list[int] = []
         # Its length when no place was found to divide it, as in a text without spaces.
         self._undivided = 0
 
@@ -229,7 +234,7 @@ class _OtherText:
                 self._part.append(token)
                 continue
             tokens = tokens[: self._fixed] + self._encoded_part()
-            known, self._part, self._undivided = vocabulary.special[token], [], 0
+            known, self._part, self._last, self._undivided = vocabulary.special[token], [], [], 0
             # The start of a text may be in the target's tokens as well.
             if known is not None and tokens != [known]:
                 tokens.append(known)
@@ -241,21 +246,22 @@ class _OtherText:
 
     def _encoded_part(self) -> list[int]:
         # An incomplete character waits for its other bytes.
-        return self._vocabulary.encode(self._vocabulary.decode(self._part).rstrip(_INCOMPLETE))
+        return self._vocabulary.encode(self._vocabulary.decode(self._part, self._last).rstrip(_INCOMPLETE))
 
     def _divide(self, tokens: list[int]) -> None:
         """Fixes the beginning of a long part, where a word begins that no earlier token reaches into."""
         if len(self._part) < self._undivided + _PART:
             return
         vocabulary, middle = self._vocabulary, len(self._part) // 2
-        whole = vocabulary.encode(vocabulary.decode(self._part))
+        whole = vocabulary.encode(vocabulary.decode(self._part, self._last))
         for place in range(middle, middle - _TRIES, -1):
-            first, rest = vocabulary.decode(self._part[:place]), vocabulary.decode(self._part[place:])
+            last = self._part[place - 1 : place]
+            first, rest = vocabulary.decode(self._part[:place], self._last), vocabulary.decode(self._part[place:], last)
             if not (first[-1:].isalnum() and rest[:1].isspace()):
                 continue
             encoded = vocabulary.encode(first)
             if encoded + vocabulary.encode(rest) == whole:
                 tokens[self._fixed :] = encoded
-                self._fixed, self._part, self._undivided = len(tokens), self._part[place:], 0
+                self._fixed, self._part, self._last, self._undivided = len(tokens), self._part[place:], last, 0
                 return
         self._undivided = len(self._part)
