@@ -30,7 +30,7 @@ def test_expected_tokens(block_size):
     target = tiny_target("llama")
     drafter = tiny_drafter(target, block_size)
     options = DraftOptions(num_assistant_tokens=6, num_draft_passes=3, assistant_confidence_threshold=0.0)
-    expected, commit, draft_pass = tuning.drafting(drafter, target, [prompt(12), prompt(9, seed=1)], options)
+    expected, commit, draft_pass = tuning.drafting(drafter, target, [(prompt(12), 4), (prompt(9, seed=1), 1)], options)
     assert expected.shape == (3, 7) and commit > 0 and draft_pass > 0
     assert (expected[:, 0] == 0).all() and (expected.diff(dim=1) > 0).all() and (expected.diff(dim=0) >= 0).all()
     assert all(float(row.max()) <= block_size * (index + 1) for index, row in enumerate(expected))
@@ -155,14 +155,14 @@ def test_a_generation_config_that_holds_a_list_is_named(tmp_path):
 
 
 def test_expected_tokens_of_a_language_model():
-    """Of a copy of the target: what it expects of a text is what the target expects."""
+    """Of a copy of the target: what it expects of an answer is what the target expects, behind its first token."""
     target = tiny_target("llama")
     drafter = CausalLMDrafter(new_target("llama"))
     options = DraftOptions(num_assistant_tokens=4, num_draft_passes=1, assistant_confidence_threshold=0.0)
-    text = prompt(7)
-    expected = tuning.drafting(drafter, target, [text], options)[0][0]
+    text = prompt(9)
+    expected = tuning.drafting(drafter, target, [(text, 4)], options)[0][0]
     with torch.no_grad():
-        probs = target(text).logits.softmax(dim=-1)[0, 2:]
+        probs = target(text).logits.softmax(dim=-1)[0, 4:]
     best = probs.topk(4).values.cumsum(dim=-1).mean(dim=0)
     torch.testing.assert_close(expected, torch.cat((torch.zeros(1), best)), rtol=1e-3, atol=1e-4)
 

@@ -130,10 +130,10 @@ def tune(
     drafter.generation_config.prompt_lookup_num_tokens = 0
     drafter.generation_config.draft_calibration = []
     drafter.generation_config.num_assistant_tokens_schedule = "heuristic"
-    texts = [
-        target.generate(**inputs, assistant_model=drafter, max_new_tokens=max_new_tokens, do_sample=False)
-        for inputs in tqdm(prompts, unit="prompt", desc="Answers to draft", leave=False)
-    ]
+    texts = []
+    for inputs in tqdm(prompts, unit="prompt", desc="Answers to draft", leave=False):
+        text = target.generate(**inputs, assistant_model=drafter, max_new_tokens=max_new_tokens, do_sample=False)
+        texts.append((text, inputs["input_ids"].shape[1]))
     calibration = [round(share.value, 3) for share in known.depths]
     expected, commit, draft_pass = drafting(drafter, target, texts, options)
     gains = speedups(expected, Costs(measured).target(nodes), commit / measured[0], draft_pass / measured[0])
@@ -251,14 +251,15 @@ def seconds_by_threads(
 
 @torch.no_grad()
 def drafting(
-    drafter: Drafter, target: PreTrainedModel, texts: list[Tensor], options: DraftOptions
+    drafter: Drafter, target: PreTrainedModel, texts: list[tuple[Tensor, int]], options: DraftOptions
 ) -> tuple[Tensor, float, float]:
     """
-    Drafts at every position of some texts.
+    Drafts at every position of some answers, as `generate` may.
 
     Args:
         drafter, target, options: the drafter, its target, its options.
-        texts (`list` of `torch.LongTensor` of shape `(1, length)`): the texts, each of 3 tokens or more.
+        texts (list of `torch.LongTensor` of shape `(1, length)` and `int`): prompts with their answers, each of 3
+            tokens or more; and the tokens of the prompt.
 
     Returns:
         Expected accepted tokens by passes and nodes, of shape `(passes, nodes + 1)`, from the drafter's own
@@ -266,15 +267,16 @@ def drafting(
     """
     total, places = torch.zeros(options.num_draft_passes, options.num_assistant_tokens + 1), 0
     commits, passes = [], []
-    for text in texts:
+    for text, prompt_length in texts:
         with FeatureTap(target, drafter.config.feature_layers) as tap:
             target(text)
         features = tap.take()
         generator = FalconCandidateGenerator(drafter, target, options)
-        for place in range(1, text.shape[1] - 1):
+        begin = max(1, prompt_length - 1)
+        for place in range(begin, text.shape[1] - 1):
             watch = Stopwatch(drafter.device)
             generator.policy = recorder = _Recorder(options, watch)
-            new = slice(0, 2) if place == 1 else slice(place, place + 1)
+            new = slice(0 if place == begin else place, place + 1)
             generator.commit(features[:, new], generator.new_tokens(text[:, : new.stop + 1], new.stop - new.start))
             generator.propose(text[:, : place + 2], generator.max_depth)
             watch.lap()
