@@ -23,10 +23,9 @@ from typing import Any
 import torch
 
 from hf_falcon.bench.report import memory, operations
-from hf_falcon.bench.runner import encode
 from hf_falcon.bench.tuning import drafting, target_seconds
 from hf_falcon.commands import bench
-from hf_falcon.commands.models import load_drafter, load_target
+from hf_falcon.commands.models import encode, load_drafter, load_target
 from hf_falcon.core.draft_options import DraftOptions
 
 DOCS = Path(__file__).parent
@@ -89,10 +88,11 @@ def run_times(arguments: argparse.Namespace) -> None:
     drafter = load_drafter(arguments.drafter, torch.bfloat16, device, target)
     drafter.check_target(target)
     seconds = target_seconds(target, CONTEXT, MOST_NODES, SECONDS, drafter.config.feature_layers)
-    prompt = encode(tokenizer, [{"role": "user", "content": "Why is the sky blue?"}], device)
+    prompt = encode(tokenizer, "Why is the sky blue?", device)
     text = target.generate(**prompt, max_new_tokens=arguments.max_new_tokens, do_sample=False)
     options = DraftOptions.from_generation_config(drafter.generation_config)
-    _, commit, draft_pass = drafting(drafter, target, [text], options)
+    prompt_length = prompt["input_ids"].shape[1]
+    _, commit, draft_pass = drafting(drafter, target, [(text, prompt_length)], options)
     kept = {"seconds": seconds, "commit": commit, "draft_pass": draft_pass}
     (arguments.output / "times.json").write_text(json.dumps(kept), encoding="utf-8")
 

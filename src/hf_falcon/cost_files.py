@@ -20,6 +20,7 @@ from .checkpoint_files import weights_fingerprint
 from .core.costs import CostKey
 from .core.interfaces import register_part
 from .cpu.guessed_costs import guessed_costs
+from .cpu.processor import processor_digest
 from .json_files import read_json
 
 logger = logging.get_logger(__name__)
@@ -84,6 +85,8 @@ def _file(target: PreTrainedModel, cost_key: CostKey) -> tuple[Path, dict[str, A
     key = {
         **cost_key._asdict(),
         "target": weights_fingerprint(target) or type(target).__name__,
+        # A home folder may be shared by machines.
+        "processor": processor_digest() if cost_key.device.startswith("cpu") else None,
         "torch": str(torch.__version__),
         "transformers": transformers_version,
     }

@@ -6,6 +6,7 @@ each function says what happens if a version of transformers lacks the name.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,17 @@ def takes_static_cache(model: PreTrainedModel) -> bool:
     model counts as supporting it, and `generate` uses the slower default cache.
     """
     return getattr(model, "_can_compile_fullgraph", False)
+
+
+def prompt_positions(model: PreTrainedModel, input_ids: Tensor, model_kwargs: dict[str, Any]) -> dict[str, Tensor]:
+    """
+    The argument of a prompt's positions, as `generate` adds it to the others. There is none where the model takes
+    none, or if transformers lacks the name: the model then counts by itself.
+    """
+    prepare = getattr(model, "_prepare_position_ids_for_generation", None)
+    if prepare is None or "position_ids" not in inspect.signature(model.forward).parameters:
+        return {}
+    return {"position_ids": prepare(input_ids, model_kwargs)}
 
 
 def allowed_tokens_function(processor: LogitsProcessor) -> Callable[[int, Tensor], list[int]]:

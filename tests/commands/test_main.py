@@ -175,6 +175,17 @@ def test_target_is_converted_once(target_package, monkeypatch, capsys):
     assert capsys.readouterr().out == ""
 
 
+def test_the_converted_weights_are_for_those_who_may_read_the_configuration(target_package, monkeypatch):
+    def convert(source: Path, folder: Path) -> None:
+        folder.mkdir()
+        for name, mode in (("config.json", 0o644), ("model.safetensors", 0o600)):
+            (folder / name).touch()
+            (folder / name).chmod(mode)
+
+    monkeypatch.setattr(models, "convert_gguf", convert)
+    assert {file.stat().st_mode & 0o777 for file in models.converted_target().iterdir()} == {0o644}
+
+
 def test_interrupted_conversion_leaves_nothing(target_package, monkeypatch, tmp_path):
     def convert(source: Path, folder: Path) -> None:
         folder.mkdir()
@@ -302,6 +313,15 @@ def test_decoding_without_the_drafter_is_no_measurement():
         demo.tau_and_alpha(SimpleNamespace(draft_statistics=None))
 
 
+def test_a_folder_s_target_is_named_by_its_whole_path(tmp_path, monkeypatch):
+    """A drafter's configuration keeps the name."""
+    tiny_target("llama").save_pretrained(tmp_path / "of" / "mine")
+    tiny_tokenizer().save_pretrained(tmp_path / "of" / "mine")
+    monkeypatch.chdir(tmp_path)
+    target, _ = models.load_target("of/mine", "float32", "cpu")
+    assert target.name_or_path == target.config.name_or_path == os.path.abspath("of/mine")
+
+
 @pytest.mark.parametrize("dtype, expected", [("auto", "auto"), ("bfloat16", torch.bfloat16)])
 def test_quantised_weights_keep_their_dtype(dtype, expected, tmp_path, monkeypatch):
     tiny_target("llama").save_pretrained(tmp_path)
@@ -309,7 +329,7 @@ def test_quantised_weights_keep_their_dtype(dtype, expected, tmp_path, monkeypat
     edit(tmp_path / "config.json", quantization_config={"quant_method": "torchao"})
     given = []
 
-    def load(folder, dtype, trust_remote_code):
+    def load(folder, dtype):
         given.append(dtype)
         return tiny_target("llama")
 

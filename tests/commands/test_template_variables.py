@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from tiny_models import tiny_drafter, tiny_target, tiny_tokenizer
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from hf_falcon.commands import doctor, train
 from hf_falcon.commands import main as entry
+from hf_falcon.commands.models import encode
+from hf_falcon.training.chat_templates import chat_inputs
 from hf_falcon.training.token_file import TokenFile
 
 TEMPLATE = (
@@ -59,6 +62,14 @@ def run(saved, name, drafter, *more):
     words += ["--output", f"{name}-{Path(drafter).name}"] if name in ("bench", "tune") else []
     words += ["--dtype", "float32", "--device", "cpu", *(word.format(saved) for word in COMMANDS[name]), *more]
     return entry.main(words)
+
+
+def test_messages_are_joined_by_empty_lines_where_there_is_no_template():
+    tokenizer, messages = tiny_tokenizer(), [{"role": role, "content": f"{role}."} for role in ("user", "assistant")]
+    found = chat_inputs(tokenizer, messages, torch.device("cpu"), {"thinks": False})
+    assert found["input_ids"].tolist() == [tokenizer("user.\n\nassistant.")["input_ids"]]
+    # One message is its text.
+    assert encode(tokenizer, "abc", torch.device("cpu"))["input_ids"].tolist() == [tokenizer("abc")["input_ids"]]
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -166,6 +166,17 @@ def test_what_a_run_leaves_to_look_at(workplace, tmp_path, capsys, monkeypatch, 
     assert image.startswith(b"\x89PNG") and len(image) > 10_000
 
 
+def test_held_out_texts_are_decoded_from_their_first_halves(workplace, tmp_path, monkeypatch):
+    """The first token of a plain text counts as its prompt."""
+    samples = [torch.arange(3 + number, 12 + number) for number in range(20)]
+    path, decoded = tmp_path / "tokens.safetensors", []
+    TokenFile.from_samples(samples, [1] * 19 + [4], [0.0] * 20, VOCAB).save(path)
+    monkeypatch.setattr(train, "decoded_tau", lambda target, drafter, prompts: decoded.extend(prompts) or {})
+    options = {"data": path, "eval_samples": 2, "final_tau_prompts": 2, "max_steps": 1}
+    assert train.main(arguments(workplace, tmp_path / "drafter", **options)) == 0
+    assert [each.tolist() for each in decoded] == [samples[18][:4].tolist(), samples[19][:4].tolist()]
+
+
 def test_the_same_command_goes_on(workplace, tmp_path):
     command = arguments(workplace, tmp_path, max_minutes=0)
     for step in (1, 2, 3, 3):

@@ -138,6 +138,16 @@ def test_nothing_can_be_written(key, monkeypatch, error):
     generates()
 
 
+def test_times_of_another_processor_are_not_used(key, file, monkeypatch):
+    """A home folder may be shared by machines. Of a GPU the name is in the key."""
+    target, on_gpu = tiny_target("llama"), key._replace(device="cuda NVIDIA H200")
+    cost_files.save(target, on_gpu, {0: 2.0})
+    assert cost_files.load(target, key) == {0: 1.0, NODES: 1.5}
+    monkeypatch.setattr(cost_files, "processor_digest", lambda: "another", raising=False)
+    assert cost_files.load(target, key) is None and cost_files.load(target, on_gpu) == {0: 2.0}
+    assert cost_files._file(target, on_gpu)[1]["processor"] is None
+
+
 def test_two_processes_write_at_once(key):
     """Each reader sees one of the two, whole."""
     target, curves = tiny_target("llama"), [{0: 1.0, NODES: 1.5}, {0: 2.0, 3: 2.5, NODES: 4.0}]

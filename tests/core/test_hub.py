@@ -7,12 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from hub_server import TOKEN, USER, running_hub
 from tiny_models import prompt, tiny_drafter, tiny_target, tiny_tokenizer
 
 import hf_falcon
+from hf_falcon.drafters import files
 from hf_falcon.drafters.falcon_files import core_files, travelling_code
 
 SOURCE = Path(hf_falcon.__file__).parent / "core"
@@ -355,6 +357,13 @@ check(assistant_model=AutoModel.from_pretrained("tester/falcon-draft-tiny", trus
 check(custom_generate="tester/falcon-draft-tiny", trust_remote_code=True)
 refused(OSError, "cached files", AutoModel.from_pretrained, "tester/none", trust_remote_code=True)
 """
+
+
+def test_a_push_to_a_pull_request_makes_no_branch(monkeypatch):
+    api = Mock()
+    monkeypatch.setattr(files, "HfApi", lambda token: api)
+    files.upload(lambda folder: None, NAME, revision="refs/pr/3")
+    assert not api.create_branch.called and api.upload_folder.call_args.kwargs["revision"] == "refs/pr/3"
 
 
 def test_push_and_load(saved, fresh, hub):

@@ -24,7 +24,7 @@ from hf_falcon.core.policy import (
     RoundTime,
     acceptance_stats_of,
 )
-from hf_falcon.core.tree import Branches, DraftTree, DynamicRound, DynamicTree, chain, single_node
+from hf_falcon.core.tree import Branches, DraftTree, DynamicRound, DynamicTree, chain
 
 PATHS = Branches(torch.arange(2), torch.arange(2), torch.tensor([0.5, 0.2]).log())
 
@@ -156,7 +156,7 @@ def run_rounds(policy: AdaptivePolicy, rounds: int, accepted: int, drafter_secon
             tree.log_probs = torch.tensor([1.0, 0.9, 0.8, 0.7, 0.6]).log() + corrections.cumsum(dim=0)
             time = RoundTime(commit=drafter_seconds, drafting=3 * drafter_seconds, passes=3, target=1.2, nodes=5)
         else:
-            tree, time = single_node(torch.zeros(1, dtype=torch.long)), RoundTime(target=1.0)
+            tree, time = chain(torch.zeros(1, dtype=torch.long)), RoundTime(target=1.0)
         right = accepted if len(tree) > 1 else 0
         policy.update(RoundOutcome(decision, tree, torch.arange(right + 1), right, time=time))
     return drafted
@@ -207,7 +207,7 @@ def test_probabilities_are_calibrated():
 
 
 def test_the_gain_of_a_pass_is_observed():
-    tree = single_node(torch.zeros(1, dtype=torch.long))
+    tree = chain(torch.zeros(1, dtype=torch.long))
     stats = AcceptanceStats()
     for _ in range(100):
         policy = adaptive(stats)
@@ -230,7 +230,7 @@ def test_likely_text_is_not_the_drafters():
         stats = AcceptanceStats()
         policy = adaptive(stats)
         policy.decide()
-        tree, time = single_node(torch.zeros(1, dtype=torch.long)), RoundTime(0.1, 0.1, 1, 1.0)
+        tree, time = chain(torch.zeros(1, dtype=torch.long)), RoundTime(0.1, 0.1, 1, 1.0)
         policy.update(RoundOutcome(DraftDecision(likely=likely), tree, torch.arange(1), 0, time=time))
         assert stats.drafted_rounds == expected
 
@@ -296,7 +296,7 @@ def test_passes_are_probed_again():
     """The gain of a pass is observed only where one runs: bad luck must not end passes for good."""
     stats, answers = AcceptanceStats(), []
     stats.pass_gain = 0.01
-    policy, tree = adaptive(stats), single_node(torch.zeros(1, dtype=torch.long))
+    policy, tree = adaptive(stats), chain(torch.zeros(1, dtype=torch.long))
     for _ in range(20):
         decision = policy.decide()
         answers.append(continues(decision))
@@ -393,7 +393,7 @@ def test_reading_a_text_for_a_probe_is_paid_by_later_calls():
     policy = adaptive(stats)
     assert policy.decide().draft
     time = RoundTime(reading=40.0, is_first=True, drafting=0.0, passes=0, target=1.0)
-    tree = single_node(torch.zeros(1, dtype=torch.long))
+    tree = chain(torch.zeros(1, dtype=torch.long))
     # Each row of a batch has a prompt.
     for _ in range(2):
         policy.update(RoundOutcome(policy.decide(), tree, torch.arange(1), 0, time=time))
@@ -410,7 +410,7 @@ def test_reading_a_text_for_a_probe_is_paid_by_later_calls():
 def test_a_drafter_that_overflows_once():
     stats = AcceptanceStats()
     stats.drafted_rounds = 1
-    policy, tree = adaptive(stats), single_node(torch.zeros(1, dtype=torch.long))
+    policy, tree = adaptive(stats), chain(torch.zeros(1, dtype=torch.long))
     before = stats.pass_gain
     checks = [PassCheck(0.8, 0.5), PassCheck(0.4, 0.7), PassCheck(math.nan, math.nan)]
     time = RoundTime(commit=0.1, drafting=0.1, passes=2, target=1.0)
@@ -431,6 +431,6 @@ def test_an_interrupted_first_tree_does_not_end_drafting():
     assert policy.decide().size(probs) == 0
     for _ in range(2100):
         time = RoundTime(commit=0.05, drafting=0.0, passes=0, target=1.0)
-        tree = single_node(torch.zeros(1, dtype=torch.long))
+        tree = chain(torch.zeros(1, dtype=torch.long))
         policy.update(RoundOutcome(policy.decide(), tree, torch.arange(1), 0, time=time))
     assert policy.decide().size(probs) > 0

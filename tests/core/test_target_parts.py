@@ -13,6 +13,7 @@ from hf_falcon import FalconCandidateGenerator
 from hf_falcon.checkpoint_files import was_trained_for
 from hf_falcon.core import decoding, draft_session
 from hf_falcon.core.draft_session import TargetHead
+from hf_falcon.core.target_parts import structure_of
 from hf_falcon.drafters import falcon_files
 from hf_falcon.training.features import target_features
 
@@ -106,6 +107,16 @@ def test_a_call_that_can_draft_nothing_asks_nothing_of_the_drafter(rows, target,
         assert torch.equal(found, expected)
     with pytest.raises(AssertionError, match="nothing is to be drafted"):
         target.generate(prompt, assistant_model=drafter, max_new_tokens=3, do_sample=False)
+
+
+def test_the_structure_changes_where_adapters_are_switched_off():
+    target = new_target()
+    linear = target.model.layers[0].mlp.up_proj
+    # As PEFT's layers have them.
+    linear._active_adapter, linear._disable_adapters = ["default"], False
+    before = structure_of(target)
+    linear._disable_adapters = True
+    assert structure_of(target) != before
 
 
 def test_a_copy_in_bfloat16_is_the_same_target(target):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_falcon import DraftTree, DynamicTree, StaticTree, static_paths
-from hf_falcon.core.tree import ancestor_mask, single_node
+from hf_falcon.core.tree import ancestor_mask, chain
 from hf_falcon.static_trees import validate_paths
 
 ROOT = torch.tensor([7])
@@ -248,7 +248,7 @@ def test_paths_are_sorted_by_depth():
 
 
 def test_root_alone():
-    check(single_node(ROOT), 0)
+    check(chain(ROOT), 0)
     assert torch.equal(ancestor_mask(torch.tensor([0]), 0), torch.ones(1, 1, dtype=torch.bool))
 
 

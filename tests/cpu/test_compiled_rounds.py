@@ -379,6 +379,20 @@ def test_a_layer_with_another_forward(target, backend):
         hf_falcon.compile_rounds(target, ONE, compiled_by(backend))
 
 
+@pytest.mark.parametrize("part", ["layer", "head"])
+def test_a_target_with_adapters_runs_uncompiled(target, backend, part):
+    """A round could begin with them, and another one after they were switched off."""
+    rounds = compiled[target] = CompiledRounds(target, CompileConfig(), Shelf({"config": []}))
+    assert rounds.are_exact
+    linear = target.model.layers[1].mlp.up_proj if part == "layer" else target.lm_head
+    # As PEFT's layers have it.
+    linear._active_adapter = ["default"]
+    assert not rounds.are_exact and compiled_rounds_of(target) is None
+    with pytest.raises(ValueError, match="as from adapters"):
+        hf_falcon.compile_rounds(target, (4,), compiled_by(backend))
+    assert not backend.compiled
+
+
 def test_targets_that_cannot_be_compiled(target):
     with pytest.raises(ValueError, match="rounds of LlamaModel cannot be compiled: it has no LM head .*ForCausalLM"):
         hf_falcon.compile_rounds(target.model)

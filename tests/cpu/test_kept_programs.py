@@ -120,7 +120,9 @@ def test_what_changed_or_others_can_write_is_not_loaded(change, shelf, warnings,
     change(shelf._folder)
     monkeypatch.setattr(kept_programs, "Program", pytest.fail)
     assert shelf.load("layer") is None
-    assert len(warnings) == 1 and "is not used" in warnings[0] and "tune --compile" in warnings[0]
+    assert len(warnings) == 1 and "is not used" in warnings[0]
+    # What another user owns cannot be deleted.
+    assert "`HF_FALCON_CACHE`" in warnings[0] and "tune --compile" in warnings[0]
 
 
 @needs_owner

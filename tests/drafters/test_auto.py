@@ -214,6 +214,19 @@ def test_what_is_not_there(tmp_path):
         AutoDrafter.from_pretrained(tmp_path / "none")
 
 
+@pytest.mark.parametrize("kind", ["falcon", "eagle3"])
+def test_weights_that_were_not_downloaded(saved, tmp_path, kind):
+    """A command that only describes a drafter leaves its configuration in the Hub's cache."""
+    repository, commit = tmp_path / "models--user--drafter", "0" * 40
+    snapshot = repository / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    shutil.copy(saved / kind / "config.json", snapshot)
+    with pytest.raises(OSError, match="`model.safetensors` of `user/drafter` is not in the Hub's cache"):
+        AutoDrafter.from_pretrained("user/drafter", cache_dir=tmp_path, local_files_only=True)
+
+
 def test_arguments_are_the_methods_own(saved):
     found = AutoDrafter.from_pretrained(saved / "eagle3", layer_ids=[1, 2], local_files_only=True)
     assert found.config.feature_layers == [0, 1]

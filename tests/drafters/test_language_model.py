@@ -1,6 +1,8 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """Language models as drafters: the text of plain decoding, and no token runs twice."""
 
+import copy
+import json
 from contextlib import contextmanager
 
 import pytest
@@ -23,7 +25,7 @@ from tiny_models import (
     tiny_target,
     tiny_tokenizer,
 )
-from transformers import LlamaForCausalLM, StaticCache, pipeline
+from transformers import AutoModelForImageTextToText, LlamaForCausalLM, StaticCache, pipeline
 from utilities import changes_nothing
 
 import hf_falcon
@@ -75,7 +77,7 @@ def test_logits_are_those_of_a_forward_over_the_text(name):
     hybrid = name in ("lfm2", "qwen3_next")
     model = tiny_model(name).eval() if hybrid else tiny_target(name)
     run, text = run_of(model), prompt(9)[0].tolist()
-    assert type(run) is (StateRun if hybrid or name in CHAINS or name == "opt" else TreeRun)
+    assert type(run) is (StateRun if hybrid or name in CHAINS else TreeRun)
 
     def expected(*more):
         return model(torch.tensor([[*text, *more]]), use_cache=False).logits[0, -1]
@@ -111,6 +113,17 @@ def test_a_copy_of_the_target_is_always_right(name):
     # A round is the accepted token that no pass ran and the target's own, then three drafted ones.
     assert counts[:9] == [12, 1, 1, 1, 2, 1, 1, 1, 2]
     assert sum(counts) <= found.sequences.shape[1]
+
+
+@pytest.mark.parametrize("name", ["qwen2_5_vl", "glm4v"])
+def test_models_whose_tokens_have_positions_of_several_kinds(name):
+    """They take images, and keep the positions of an image from call to call."""
+    target = tiny_model(name, AutoModelForImageTextToText)
+    generate(target, prompt(3))
+    drafter = CausalLMDrafter(copy.deepcopy(target))
+    found = generate(target, prompt(11), drafter, max_new_tokens=21, **PATH)
+    assert found.sequences.tolist() == generate(target, prompt(11), max_new_tokens=21).tolist()
+    assert found.draft_statistics.tau == 4 and isinstance(run_of(drafter.model), TreeRun)
 
 
 def test_accepted_branches_do_not_run_again():
@@ -153,6 +166,19 @@ def test_targets_of_all_kinds(target, name):
     found = generate(model, prompt(10), drafter, **SCHEDULES["constant"])
     assert found.sequences.tolist() == generate(model, prompt(10)).tolist()
     assert found.draft_statistics is not None
+
+
+def test_a_draft_model_without_trees_has_one_path_in_its_own_calls_alone(monkeypatch):
+    """It may take trees later, such as after `torch.autocast`."""
+    target, drafter = tiny_target(), CausalLMDrafter(tiny_target("bloom"))
+    widths, draft = set(), StateRun.draft
+    monkeypatch.setattr(
+        StateRun, "draft", lambda self, ids, parents: widths.add(len(ids)) or draft(self, ids, parents)
+    )
+    for given, expected in (({}, 1), ({"draft_width": 2}, 2), ({}, 1)):
+        widths.clear()
+        generate(target, prompt(10), drafter, max_new_tokens=6, **SCHEDULES["constant"], **given)
+        assert widths == {expected} and getattr(drafter.generation_config, "draft_width", None) is None
 
 
 def test_static_caches():
@@ -257,6 +283,16 @@ def test_weights_that_are_missing(tmp_path):
         ValueError, match=r"lacks 1 weights of a LlamaForCausalLM \(such as model.layers.1.mlp.up_proj"
     ):
         AutoDrafter.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("kind", [CausalLMDrafter, AutoDrafter])
+def test_no_adapter_is_followed(tmp_path, monkeypatch, kind):
+    """It names another model, whose weights would be loaded."""
+    monkeypatch.setattr(hf_falcon.drafters.files, "is_peft_available", lambda: True)
+    tiny_target().save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "somebody/model"}))
+    with pytest.raises(ValueError, match="`adapter_config.json`: a drafter takes no adapter"):
+        kind.from_pretrained(tmp_path)
 
 
 def test_pipelines(tmp_path):

@@ -14,6 +14,7 @@ from tiny_models import SAME_EVERY_ROUND, VOCAB, new_target, prompt, tiny_target
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+import hf_falcon
 from hf_falcon import CausalLMDrafter
 from hf_falcon.drafters import language_model, vocabularies
 from hf_falcon.drafters.vocabularies import OtherTokens, SameTokens, tokenizer_of, vocabulary_of
@@ -201,6 +202,23 @@ def test_given_tokenizers_are_compared_once(monkeypatch):
         for _ in range(2):
             drafter.vocabulary_of(target, own, other)
     assert len(compared) == 2
+
+
+@pytest.mark.parametrize("size", [VOCAB - 8, VOCAB + 8])
+def test_a_target_whose_vocabulary_was_resized_is_compared_again(size):
+    target, drafter = new_target(), CausalLMDrafter(new_target())
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    hf_falcon.attach(target, drafter)
+    assert target.generate(prompt(9), **options).draft_statistics is not None
+    target.resize_token_embeddings(size, mean_resizing=False)
+    ids = prompt(9).clamp(max=size - 1)
+    ids[0, 4] = size - 1
+    # The attached drafter is not used.
+    found = target.generate(ids, **options)
+    assert not hasattr(found, "draft_statistics")
+    assert found.sequences.tolist() == target.generate(ids, assistant_model=None, **options).sequences.tolist()
+    with pytest.raises(ValueError, match=f"`vocab_size` is {VOCAB}, but the target has {size}"):
+        target.generate(ids, assistant_model=drafter, **options)
 
 
 def test_two_tokenizers_count_wherever_they_are_given():

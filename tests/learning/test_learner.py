@@ -114,6 +114,28 @@ def test_embeddings_as_a_prompt():
         assert found.learn(1) == 0
 
 
+def test_a_call_that_drafts_nothing_has_nothing_to_learn_from():
+    target, drafter = pair()
+    with learner(drafter, target) as found:
+        call(target, drafter, 0, num_draft_passes=0)
+        assert found.statistics.calls == 1 and found.statistics.texts == 0
+        replay_calls(found, 6)
+        assert found.learn(2) == 2
+
+
+def test_the_default_device_is_not_that_of_learning():
+    target, drafter = pair()
+    with learner(drafter, target) as found:
+        replay_calls(found, 30)
+        torch.set_default_device("meta")
+        try:
+            # With a comparison after four steps.
+            assert found.learn(5) == 5
+        finally:
+            torch.set_default_device(None)
+        assert found.statistics.acceptance_now is not None
+
+
 def test_outputs_are_exact_while_another_thread_replaces_weights():
     target, drafter = pair()
     found = learner(drafter, target, gate_steps=2)

@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """Reading dialogues."""
 
+import gzip
 import json
 import sys
 
@@ -120,6 +121,17 @@ def test_data_sets(tmp_path, monkeypatch, records):
             ValueError, match=f"{name}, record 1: .*some/set {kind} train.*has none of `conversations`"
         ):
             list(messages_of(name))
+
+
+@pytest.mark.parametrize("end", ["\n", ","])
+def test_a_gzip_file(tmp_path, monkeypatch, end):
+    """Of lines, and of an array."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    text = end.join(json.dumps(record) for record in SHAREGPT)
+    file = tmp_path / "dialogues.jsonl.gz"
+    file.write_bytes(gzip.compress((text if end == "\n" else f"[{text}]").encode()))
+    assert list(messages_of(file)) == EXPECTED
 
 
 def test_data_sets_without_datasets(monkeypatch):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ from tiny_models import IS_OLDEST, new_target
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
+from transformers.utils import chat_template_utils
 
 from hf_falcon.commands import prepare as command
 from hf_falcon.commands.models import encode
@@ -257,6 +259,34 @@ def test_float16_targets_are_told_apart(arguments, target, monkeypatch):
         prepare(arguments(), other, tokenizer)
 
 
+def test_a_template_that_writes_the_date_keeps_the_day_of_the_first_call(
+    arguments, target, tmp_path, monkeypatch, caplog
+):
+    def it_is_january(day):
+        now = datetime(2026, 1, day, 12)
+        for owner, name in ((prepare_module, "date"), (chat_template_utils, "datetime")):
+            kind = type(name, (datetime,), {"today": lambda: now.date(), "now": lambda: now})
+            monkeypatch.setattr(owner, name, kind, raising=False)
+
+    (tmp_path / "dated.jinja").write_text("{{ strftime_now('w%d') }} " + TEMPLATE)
+    options = {"chat_template": str(tmp_path / "dated.jinja")}
+    it_is_january(10)
+    with monkeypatch.context() as patch:
+        kill_at(patch, prepare_module, "_respond", 2)
+        with pytest.raises(Killed):
+            prepare(arguments(**options), *target)
+    it_is_january(11)
+    file = prepare(arguments(**options), *target)
+    assert file.metadata["plan"]["day"] == "2026-01-10"
+    assert all(prompt.startswith("w10 <|user|>") for prompt, _ in samples_of(file, target))
+    prepare(arguments(**options), *target)
+    assert f"{arguments().output} is complete already." in caplog.messages
+    # A new file has the new day, and without a date there is none.
+    other = prepare(arguments(**options, limit=1, output=str(tmp_path / "other")), *target)
+    assert samples_of(other, target)[0][0].startswith("w11 <|user|>")
+    assert "day" not in prepare(arguments(limit=1, output=str(tmp_path / "plain")), *target).metadata["plan"]
+
+
 def test_a_damaged_part_is_deleted_and_made_again(arguments, target, unbroken, monkeypatch):
     with monkeypatch.context() as patch:
         kill_at(patch, prepare_module, "_respond", 2)
@@ -323,8 +353,11 @@ def test_all_turns_without_context_for_the_target(arguments, target, tmp_path):
 
 
 @pytest.mark.parametrize("call", [1, 4, 6])
-def test_rounds_of_turns_resume_to_the_same_bytes(arguments, target, tmp_path, monkeypatch, call):
+def test_rounds_of_turns_resume_to_the_same_bytes(arguments, tmp_path, monkeypatch, call):
     """Each turn is a round of batches, whose prompts have the answers of the rounds before."""
+    target = make_target()
+    # An answer with a special token is no message.
+    target[0].generation_config.suppress_tokens = target[1].convert_tokens_to_ids(["<unk>", "<pad>"])
     records = [
         [*first, user(f"w{number} w1"), assistant("w2"), user("w3")] for number, first in enumerate(dialogues())
     ]
@@ -354,6 +387,26 @@ def test_rounds_of_turns_resume_to_the_same_bytes(arguments, target, tmp_path, m
     before = os.stat(arguments().output).st_mtime_ns
     prepare(arguments(**options), *target)
     assert os.stat(arguments().output).st_mtime_ns == before
+
+
+def test_an_answer_with_special_tokens_is_no_message(arguments, target, tmp_path, monkeypatch):
+    """Such as one of several channels: the later turns of its dialogue have no context."""
+    unknown, w4, w9 = target[1].convert_tokens_to_ids(["<unk>", "w4", "w9"])
+    answers = {True: torch.tensor([w9, unknown, w9, EOS]), False: torch.tensor([w9, EOS])}
+    monkeypatch.setattr(prepare_module, "_respond", lambda *args: [answers[w4 in prompt] for prompt in args[2]])
+    data = write_data(
+        tmp_path / "turns.jsonl",
+        [[user(first), assistant("w2"), user("w3"), assistant("w2"), user("w5")] for first in ("w1", "w4")],
+    )
+    file = prepare(arguments(data=data, turns="all", history="target", max_prompt_tokens=40), *target)
+    second = "<|user|> w1 </s> <|assistant|> w9 </s> <|user|> w3 </s> <|assistant|>"
+    assert [prompt for prompt, _ in samples_of(file, target)] == [
+        "<|user|> w1 </s> <|assistant|>",
+        "<|user|> w4 </s> <|assistant|>",
+        second,
+        f"{second} w9 </s> <|user|> w5 </s> <|assistant|>",
+    ]
+    assert file.metadata["dropped"] == {"needs_context": 2}
 
 
 def test_all_turns_with_context_for_responses_of_the_data(arguments, target, tmp_path):
@@ -448,32 +501,6 @@ def test_turns_of_the_data_alternate(arguments, target, tmp_path):
         ("<|user|> w10 </s> <|assistant|>", "w11 </s>"),
     ]
     assert file.metadata["dropped"] == {"no_turn": 5}
-
-
-def without_turns(plan):
-    """The plan as versions before the argument `turns` wrote it."""
-    return {name: value for name, value in plan.items() if name != "turns"}
-
-
-def test_first_turns_of_an_earlier_version_resume(arguments, target, unbroken, monkeypatch):
-    with monkeypatch.context() as patch:
-        kill_at(patch, prepare_module, "_respond", 2)
-        with pytest.raises(Killed):
-            prepare(arguments(), *target)
-    plan_file = Path(f"{arguments().output}.parts", "plan.json")
-    plan_file.write_text(json.dumps(without_turns(json.loads(plan_file.read_text()))))
-    with pytest.raises(ValueError, match="`turns` was 'first', now 'all'"):
-        prepare(arguments(turns="all"), *target)
-    file = prepare(arguments(), *target)
-    assert Path(arguments().output).read_bytes() == unbroken
-
-    file.metadata["plan"] = without_turns(file.metadata["plan"])
-    file.save(arguments().output)
-    before = Path(arguments().output).read_bytes()
-    with pytest.raises(ValueError, match="`turns` was 'first', now 'all'.*another `output`"):
-        prepare(arguments(turns="all"), *target)
-    prepare(arguments(), *target)
-    assert Path(arguments().output).read_bytes() == before
 
 
 def test_dialogues_that_are_dropped(arguments, target, tmp_path, caplog):
@@ -590,6 +617,22 @@ def test_tokenizer_without_template(arguments, target, unbroken, tmp_path, caplo
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     prepare(arguments(chat_template=str(tmp_path / "template.jinja")), model, tokenizer)
     assert Path(arguments().output).read_bytes() == unbroken
+
+
+@pytest.mark.parametrize(("name", "value"), [("use_cache", False), ("cache_implementation", "static")])
+def test_the_targets_own_settings_of_the_cache_change_nothing(arguments, unbroken, name, value):
+    model, tokenizer = make_target()
+    setattr(model.generation_config, name, value)
+    file = prepare(arguments(), model, tokenizer)
+    assert file.tokens.tolist() == load(unbroken)["tokens"].tolist()
+
+
+def test_a_padding_token_without_an_embedding(arguments, target, unbroken):
+    model, tokenizer = target[0], make_target()[1]
+    tokenizer.add_special_tokens({"pad_token": "<added>"})
+    assert tokenizer.pad_token_id == model.config.vocab_size
+    file = prepare(arguments(), model, tokenizer)
+    assert file.tokens.tolist() == load(unbroken)["tokens"].tolist()
 
 
 def test_command(arguments, target, monkeypatch, capsys):
@@ -748,9 +791,10 @@ def test_kill_9_under_accelerate(arguments, target, tmp_path):
     assert not list(tmp_path.glob("out.*"))
 
 
-def test_prompts_to_exclude_may_have_any_text(arguments, target, tmp_path):
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+def test_prompts_to_exclude_may_have_any_text(arguments, target, tmp_path, encoding):
     text = "one two three four five six seven eight"
     lines = [json.dumps({"turns": [f"\u2028{text}\x85"]}, ensure_ascii=False), "", json.dumps({"turns": ["a"]}), ""]
-    (tmp_path / "evaluation.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    (tmp_path / "evaluation.jsonl").write_text("\n".join(lines), encoding=encoding)
     file = prepare(arguments(exclude=[str(tmp_path / "evaluation.jsonl")]), *target)
     assert len(file) == 14

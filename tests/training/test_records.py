@@ -65,6 +65,9 @@ def test_forms(form):
         ({"prompt": "a"}, Dialogue([user("a")])),
         ({"prompt": "a", "completion": None, "tools": []}, Dialogue([user("a")])),
         ({"instruction": "a", "input": " ", "system": "b"}, Dialogue([{"role": "system", "content": "b"}, user("a")])),
+        ({"instruction": "a", "context": "b", "response": "c"}, Dialogue([user("a\n\nb"), assistant("c")])),
+        ({"instruction": "a", "output": "b", "history": [["c", "d"]]},)
+        + (Dialogue([user("c"), assistant("d"), user("a"), assistant("b")]),),
         (
             {"messages": [assistant(None, function_call=CALL["function"])]},
             Dialogue([assistant("", tool_calls=[CALL])]),
@@ -92,6 +95,18 @@ def test_other_forms(record, expected):
     assert read_record(record, "") == expected
 
 
+@pytest.mark.parametrize("form", ["conversations", "messages", "prompt"])
+def test_a_system_text_beside_the_messages_is_their_first(form):
+    system = {"role": "system", "content": "b"}
+    record = {form: "a" if form == "prompt" else [user("a")]}
+    assert read_record({**record, "system": "b"}, "").messages == [system, user("a")]
+    assert read_record({**record, "system": " "}, "").messages == [user("a")]
+    # The messages have their own.
+    for role in ("system", "developer"):
+        own = [{"role": role, "content": "c"}, user("a")]
+        assert read_record({form: own, "system": "b"}, "").messages == own
+
+
 def called(**fields):
     return {"messages": [assistant(None, tool_calls=[fields])]}
 
@@ -101,6 +116,10 @@ def called(**fields):
     [
         ({"prompt": "a", "completion": 5}, "`completion` is 5: it must be a string"),
         ({"instruction": ["a"]}, r"`instruction` is \['a'\]: it must be a string"),
+        ({"instruction": "a", "history": [["b", "c"], ["d"]]}, r"`history\[1\]` is \['d'\]: it must be two texts"),
+        ({"instruction": "a", "history": [["b", 5]]}, r"`history\[0\]` is 5: it must be a string"),
+        ({"instruction": "a", "history": 5}, r"`history\[0\]` is 5: it must be two texts"),
+        ({"messages": [user("a")], "system": 5}, "`system` is 5"),
         ({"text": 5}, "`text` is 5"),
         ({"turns": "a"}, "`turns` is 'a'"),
         ({"conversations": "a"}, "`conversations` is 'a': it must be a list of messages"),
@@ -335,7 +354,7 @@ def test_tables_of_data_sets(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="none.parquet"):
         list(read_dialogues(tmp_path / "none.parquet"))
     monkeypatch.setattr("hf_falcon.training.dialogues.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(OSError, match="a Parquet or Arrow file needs the package `datasets`"):
+    with pytest.raises(OSError, match="a Parquet, Arrow or gzip file needs the package `datasets`"):
         list(read_dialogues(tmp_path / "a.parquet"))
 
 

@@ -2,7 +2,7 @@
 """Accepted tokens: estimated from probabilities, and counted in decoded prompts."""
 
 import pytest
-from tiny_models import new_drafter, random_tokens
+from tiny_models import new_drafter, new_target, random_tokens
 
 from hf_falcon.training.estimated_tau import estimated_tau_chain, estimated_tau_tree
 from hf_falcon.training.final_tau import decoded_tau
@@ -31,3 +31,12 @@ def test_decoded_tau(target):
     each = [target.generate(p[None], assistant_model=new_drafter(target), **options).draft_statistics for p in prompts]
     rounds, accepted = sum(s.rounds for s in each), sum(s.accepted_tokens for s in each)
     assert found == {"final_tau": accepted / rounds, "final_alpha": accepted / sum(s.new_tokens for s in each)}
+
+
+def test_decoded_tau_where_the_positions_of_a_target_end():
+    """A prompt that leaves no room is left out."""
+    target = new_target("gpt2", n_positions=16, max_position_embeddings=16)
+    short, full = random_tokens(10, seed=3), random_tokens(16, seed=4)
+    alone = decoded_tau(target, new_drafter(target), [short], max_new_tokens=6)
+    assert decoded_tau(target, new_drafter(target), [full, short], max_new_tokens=20) == alone
+    assert decoded_tau(target, new_drafter(target), [full]) == {}

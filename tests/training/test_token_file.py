@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """The token file: what is written is read again, and anything else is refused."""
 
+import hashlib
 import json
 import struct
 
@@ -25,6 +26,7 @@ def test_token_file_round_trip(tmp_path, vocab_size, dtype):
     some_tokens(vocab_size, metadata).save(path)
     loaded = TokenFile.load(path)
     assert loaded.tokens.dtype == dtype and len(loaded) == 2
+    assert loaded.sha256 == hashlib.sha256(loaded.tokens.numpy().tobytes()).hexdigest()
     token_ids, prompt_length = loaded.sample(1)
     assert token_ids.tolist() == [vocab_size - 1, 1] and token_ids.dtype == torch.int64 and prompt_length == 1
     assert loaded.metadata == {"format_version": 1, **metadata}

@@ -3,6 +3,7 @@
 
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -63,6 +64,34 @@ def test_a_resumed_run_is_as_if_it_had_not_stopped(target, unbroken, tmp_path, s
         assert found == pytest.approx(expected, abs=1e-6)
     for name, tensor in unbroken[1]._drafter.state_dict().items():
         torch.testing.assert_close(second._drafter.state_dict()[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("muon", [False, True])
+def test_a_resumed_run_has_its_own_learning_rate(target, tmp_path, muon):
+    options = {"muon": muon, "max_steps": 4, "save_steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        trainer(target, tmp_path, Interrupt(2), **options).train()
+    found = []
+
+    class Looks(TrainerCallback):
+        def on_step_begin(self, args, state, control, optimizer, **kwargs):
+            found.extend((state.global_step, group["lr"]) for group in optimizer.param_groups)
+
+    run = trainer(target, tmp_path, Looks(), learning_rate=1e-4, **options)
+    run.train(resume_from_checkpoint=True)
+    assert {step for step, _ in found} == {2, 3}
+    for step, rate in found:
+        assert rate == pytest.approx(1e-4 * (1 + math.cos(math.pi * (step - 2) / 2)) / 2)
+
+
+def test_a_run_whose_learning_rate_goes_by_the_loss_resumes(target, tmp_path):
+    options = {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "loss"}
+    options |= {"eval_strategy": "steps", "eval_steps": 1, "max_steps": 2}
+    with pytest.raises(KeyboardInterrupt):
+        trainer(target, tmp_path, Interrupt(1), **options).train()
+    run = trainer(target, tmp_path, **options)
+    run.train(resume_from_checkpoint=True)
+    assert run.state.global_step == 2
 
 
 def test_a_run_with_gradient_accumulation_resumes(target, tmp_path):
@@ -537,6 +566,16 @@ def test_a_finished_run_is_left_as_it_is(target, tmp_path):
     for run in runs:
         for name, tensor in best.state_dict().items():
             assert torch.equal(run._drafter.state_dict()[name], tensor)
+
+
+def test_a_finished_run_that_is_repeated_keeps_its_arguments(target, tmp_path, caplog):
+    trainer(target, tmp_path, max_steps=2).train()
+    again = trainer(target, tmp_path, max_steps=2, learning_rate=1e-4)
+    with caplog.at_level(logging.WARNING, logger="hf_falcon"):
+        again.train(resume_from_checkpoint=True)
+    assert "The run is complete since step 2: nothing is trained." in caplog.messages
+    again.save_model()
+    assert json.loads((tmp_path / "provenance.json").read_text())["arguments"]["learning_rate"] == 1e-2
 
 
 def test_a_run_of_part_of_an_epoch_ends(target, tmp_path):

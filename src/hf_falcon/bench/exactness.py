@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from ..core.interfaces import target_acceleration
 from ..core.target_parts import CACHE_NAME
 from ..core.target_run import TargetRun
-from ..core.tree import DraftTree, ancestor_mask
+from ..core.tree import DraftTree, ancestor_mask, chain
 
 # What a module got, and what it gave, for each forward: of shape `(tokens, ...)`.
 _Recorded = dict[str, list[tuple[Tensor | None, Tensor]]]
@@ -76,7 +76,7 @@ def exactness(
     tokens, single, single_logits = _single_tokens(target, input_ids, deepest)
     found = []
     for rows in sizes:
-        tree, path = _tree(tokens, rows) if is_tree else _chain(tokens, rows)
+        tree, path = _tree(tokens, rows) if is_tree else (chain(tokens[:rows]), list(range(rows)))
         run = TargetRun(target, input_ids, target.generation_config, _arguments(target, input_ids))
         run.prefill(input_ids)
         with _recording(target) as recorded:
@@ -131,11 +131,6 @@ def _single_tokens(target: PreTrainedModel, input_ids: Tensor, count: int) -> tu
 
 def _path_length(rows: int) -> int:
     return (rows + 1) // 2 if rows > 2 else rows
-
-
-def _chain(tokens: Tensor, rows: int) -> tuple[DraftTree, list[int]]:
-    parents = (torch.arange(rows, device="cpu") - 1).clamp(min=0)
-    return _tree_of(tokens[:rows], parents), list(range(rows))
 
 
 def _tree(tokens: Tensor, rows: int) -> tuple[DraftTree, list[int]]:

@@ -87,7 +87,7 @@ class Benchmark:
         for turn, text in enumerate(turns):
             messages.append({"role": "user", "content": text})
             missing = [name for name in names[shift:] + names[:shift] if (name, data, prompt, turn) not in known]
-            inputs = encode(self._tokenizer, messages, self._target.device, self._variables)
+            inputs = chat_inputs(self._tokenizer, messages, self._target.device, self._variables)
             plain = known.get((PLAIN, data, prompt, turn))
             waiting = []
             for name in missing:
@@ -148,7 +148,9 @@ class Benchmark:
         What a plain step asks of the device, and a round of each method that drafts with one of our drafters,
         for a prompt. Packed and compiled methods are left out: their operations are not dispatched one by one.
         """
-        inputs = encode(self._tokenizer, [{"role": "user", "content": text}], self._target.device, self._variables)
+        inputs = chat_inputs(
+            self._tokenizer, [{"role": "user", "content": text}], self._target.device, self._variables
+        )
         found = {}
         for name, arguments in self._methods.items():
             drafts = isinstance(arguments.get("assistant_model"), DraftModel)
@@ -159,19 +161,6 @@ class Benchmark:
     def _generate(self, method: str, inputs: dict[str, Tensor]) -> Any:
         set_seed(_SEED)
         return self._target.generate(**inputs, **self._settings, **self._methods[method], return_dict_in_generate=True)
-
-
-def encode(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, str]],
-    device: torch.device,
-    variables: dict[str, Any] | None = None,
-) -> dict[str, Tensor]:
-    """The inputs of a dialogue, by the chat template with its `variables`; without one, the plain texts."""
-    if tokenizer.chat_template is None:
-        text = "\n\n".join(message["content"] for message in messages)
-        return dict(tokenizer(text, return_tensors="pt").to(device))
-    return chat_inputs(tokenizer, messages, device, variables)
 
 
 def longest_context(
@@ -186,7 +175,7 @@ def longest_context(
         messages = [{"role": "user", "content": turns[0]}]
         for text in turns[1:]:
             messages += [{"role": "assistant", "content": ""}, {"role": "user", "content": text}]
-        prompt = encode(tokenizer, messages, torch.device("cpu"), variables)["input_ids"]
+        prompt = chat_inputs(tokenizer, messages, torch.device("cpu"), variables)["input_ids"]
         longest = max(longest, prompt.shape[1] + len(turns) * max_new_tokens)
     return longest
 

@@ -4,12 +4,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from .run_arguments import CommandParser
 
 DESCRIPTION = """
-`hf-falcon export FOLDER OUTPUT`: writes an EAGLE-3 drafter in the layout that serving engines read.
+`hf-falcon export FOLDER OUTPUT`: writes an EAGLE-3 drafter in the layout of the package speculators, which serving
+engines such as vLLM read.
 """
 
 
@@ -17,9 +17,6 @@ DESCRIPTION = """
 class ExportArguments:
     """Arguments of `hf-falcon export`; `help` describes each."""
 
-    format: Literal["speculators"] = field(
-        default="speculators", metadata={"help": "Layout: that of the package speculators, which vLLM reads."}
-    )
     target: str | None = field(
         default=None,
         metadata={"help": "Name or folder of the target, for the file and its embedding. By default the drafter's."},

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -25,6 +26,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from ..core.drafter import DraftModel
@@ -84,7 +86,6 @@ def load_target(
     name_or_path: str | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
-    trust_remote_code: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """
     Loads a target and its tokenizer.
@@ -98,8 +99,6 @@ def load_target(
             weights, the one that they were saved in.
         device (`str` or `torch.device`, *optional*):
             By default the first CUDA device, else the CPU.
-        trust_remote_code (`bool`, *optional*, defaults to `False`):
-            Whether code that comes with the weights may run.
 
     Returns:
         `tuple[PreTrainedModel, PreTrainedTokenizerBase]`: The model in evaluation mode on the device, the tokenizer.
@@ -110,14 +109,16 @@ def load_target(
     """
     device = resolve_device(device)
     folder = str(converted_target()) if name_or_path is None else name_or_path
+    # A drafter's configuration names it, wherever it is read later.
+    folder = os.path.abspath(folder) if os.path.isdir(folder) else folder
     with no_progress_bars(folder), source_named("target", folder):
         wanted: str | torch.dtype = resolve_dtype(dtype, device)
         if dtype == "auto":
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+            config = AutoConfig.from_pretrained(folder)
             # The scales of quantised weights would meet inputs of another dtype.
             wanted = wanted if getattr(config, "quantization_config", None) is None else "auto"
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted, trust_remote_code=trust_remote_code)
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
     if name_or_path is None:
         model.name_or_path = model.config.name_or_path = TARGET_NAME
     return model.to(device).eval(), tokenizer
@@ -225,11 +226,8 @@ def encode(
     device: torch.device,
     variables: dict[str, Any] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """The inputs of a user's message, by the chat template with its `variables`; without one, the plain text."""
-    if tokenizer.chat_template is None:
-        return dict(tokenizer(prompt, return_tensors="pt").to(device))
-    message = [{"role": "user", "content": prompt}]
-    return chat_inputs(tokenizer, message, device, variables)
+    """The inputs of a user's message; see [`chat_inputs`]."""
+    return chat_inputs(tokenizer, [{"role": "user", "content": prompt}], device, variables)
 
 
 def note_other_variables(drafter: PreTrainedModel | None, variables: dict[str, Any]) -> None:
@@ -288,6 +286,9 @@ def converted_target() -> Path:
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}.") as scratch:
         new = Path(scratch) / name
         convert_gguf(source, new)
+        # safetensors writes files for their owner alone, and the folder may be shared.
+        for file in new.glob("*.safetensors"):
+            shutil.copymode(new / CONFIG_NAME, file)
         try:
             os.rename(new, folder)
         except OSError:

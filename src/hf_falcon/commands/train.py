@@ -166,13 +166,20 @@ def _log_final_tau(
         return
     # The saved drafter: a process may have only a shard of the one in training.
     drafter = kind.from_pretrained(str(trainer.args.output_dir), dtype=torch.float32).to(target.device)
-    found = decoded_tau(target, drafter, [sample["token_ids"][: sample["prompt_length"]] for sample in samples])
+    found = decoded_tau(target, drafter, [_beginning(sample) for sample in samples])
     if found:
         trainer.log({name: round(value, 5) for name, value in found.items()})
         print(
             f"{len(samples)} held-out prompts decoded: {1 + found['final_tau']:.2f} tokens a round (tau "
             f"{found['final_tau']:.2f}), {100 * found['final_alpha']:.1f} % of all tokens drafted (alpha)"
         )
+
+
+def _beginning(sample: dict[str, Any]) -> torch.Tensor:
+    """The prompt; of a plain text, whose first token is its prompt, the first half."""
+    token_ids, length = sample["token_ids"], int(sample["prompt_length"])
+    beginning: torch.Tensor = token_ids[: length if length > 1 else max(1, len(token_ids) // 2)]
+    return beginning
 
 
 def _warn_of_another_target(files: list[TokenFile], target: PreTrainedModel) -> None:

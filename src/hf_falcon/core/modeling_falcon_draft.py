@@ -343,7 +343,7 @@ class FalconDraftNetwork(PreTrainedModel):
         attention_mask: Tensor | None = None,
     ) -> Tensor:
         """
-        Predicts over whole sequences, in any blocks. This is the forward of training.
+        Predicts over whole sequences, in any blocks, as a pass of training does.
 
         Args:
             features (`torch.Tensor` of shape `(batch, length, (1 + layers) * hidden_size)`):

@@ -41,6 +41,8 @@ TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids", "moe_mm_token_type_ids"}
 _ROUTER = "output_router_logits"
 # What configurations call the number of positions that a model has a table of, or was trained with.
 _LENGTH_NAMES = ("max_position_embeddings", "max_target_positions", "n_positions", "max_seq_len")
+# What tells which adapters of a layer act.
+_ADAPTERS = ("_active_adapter", "_disable_adapters")
 # Values of a matrix that identify it.
 _SAMPLED_VALUES = 16
 
@@ -270,7 +272,7 @@ def structure_of(model: PreTrainedModel) -> Hashable:
     layers = decoder_layers(model) or [decoder_of(model)]
     parts = (model.get_input_embeddings(), model.get_output_embeddings(), layers[0], layers[-1])
     return tuple(
-        (_own_kind(module), type(weight), getattr(weight, "dtype", None), str(vars(module).get("_active_adapter")))
+        (_own_kind(module), type(weight), getattr(weight, "dtype", None), *map(str, map(vars(module).get, _ADAPTERS)))
         for part in parts
         if part is not None
         for module in part.modules()

@@ -112,14 +112,8 @@ def ancestor_mask(parents: Tensor, depth: int) -> Tensor:
     return visible
 
 
-def single_node(root: Tensor) -> DraftTree:
-    """The tree of the root alone, of shape `(1,)`: a step of plain decoding."""
-    zero = torch.zeros_like(root)
-    return DraftTree(root, zero, zero, torch.ones(1, 1, dtype=torch.bool, device=root.device))
-
-
 def chain(token_ids: Tensor) -> DraftTree:
-    """The tree of one path, whose root is the first of `token_ids` of shape `(nodes,)`."""
+    """The tree of one path, whose root is the first of `token_ids` of shape `(nodes,)`; of a plain step, the root."""
     nodes = torch.arange(token_ids.shape[0], device="cpu")
     return DraftTree(token_ids, (nodes - 1).clamp(min=0), nodes, nodes[:, None] >= nodes)
 
@@ -286,7 +280,7 @@ class DynamicRound:
         best = scores.sort(descending=True, stable=True)
         count = min(scores.shape[0], self._tree.num_nodes if size is None else size)
         if count == 0:
-            return single_node(root)
+            return chain(root)
         chosen = best.indices[:count].sort().values
         place = torch.zeros(scores.shape[0] + 1, dtype=torch.long, device="cpu")
         place[chosen] = torch.arange(1, count + 1, device="cpu")

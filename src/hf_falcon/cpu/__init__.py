@@ -6,16 +6,18 @@ core runs without it, and `backend.py` plugs it into `core/interfaces.py`.
 On request: `packing.py` and `packed_layouts.py` (`pack_weights`: weights in an order for products of a few rows);
 `compiling.py`, `compiled_rounds.py`, `compiled_passes.py` and `compiled_code.py` (`compile_rounds`: the target's
 forwards and the drafter's passes by `torch.compile`), with `lent_weights.py`, `compact_weights.py` (weights in fewer
-bytes) and `joined_weights.py` (packed weights side by side) for compiled code; `huge_pages.py` (their memory);
-`programs.py`, `kept_programs.py` and `kept_rounds.py` (compiled code on disk, for later processes), and
-`background_builds.py` with its child process `build_kept.py` (which build that between calls).
+bytes) and `joined_weights.py` (packed weights side by side) for compiled code; `programs.py`, `kept_programs.py`,
+`kept_rounds.py` and `code_digest.py` (compiled code on disk, for later processes), and `background_builds.py` with its
+child process `build_kept.py` (which build that between calls).
 
 Also on request, for exactness and not for speed, and on other devices, too: `row_invariant.py` (`row_invariant`:
 forwards whose rows do not depend on their number, so that texts in 16 bits are plain decoding's), with
 `uncompiled_sums.py` for compiled code.
 
-By itself, during rounds: `skinny_gemm.py` (products of a few rows) and `grouped_attention.py`
-(attention without copies of keys and values, for targets with grouped-query attention).
+By itself, during rounds: `skinny_gemm.py` (products of a few rows), `grouped_attention.py` (attention without copies
+of keys and values, for targets with grouped-query attention), `huge_pages.py` (the memory of weights) and
+`busy_cores.py` (threads that wait without computing, beside other processes).
 
-`processor.py` says what the processor can do, `guessed_costs.py` what rounds may cost where it lacks instructions.
+`processor.py` says which processor it is and what it can do, `guessed_costs.py` what rounds may cost where it lacks
+instructions.
 """

@@ -388,7 +388,8 @@ class CompiledRounds:
     def are_exact(self) -> bool:
         """
         Whether compiled code computes what the decoder computes: no part of it has hooks or a forward of its own,
-        which compiled code would skip, it has the same layers, and its weights are unchanged.
+        which compiled code would skip, or an adapter, which can be switched off and on, it has the same layers, and
+        its weights are unchanged.
         """
         own = all(own_forward(module) in (None, mine) for module, mine in self._forwards.items())
         if self._layers:
@@ -396,7 +397,8 @@ class CompiledRounds:
             own = own and self._layers in lists
         if self._head in self._weights:
             own = own and own_forward(self._head) in (None, self._forward_of_head)
-        inner = itertools.chain.from_iterable(part.modules() for part in self._decoder.children())
+        inner = [module for part in self._decoder.children() for module in part.modules()]
+        own = own and not any("_active_adapter" in vars(module) for module in (*inner, *self._head.modules()))
         # Compiled code has the forwards of `row_invariant`, if it is for targets inside.
         known = (type(None), FilledForward) if self.is_row_invariant else (type(None),)
         return (

@@ -237,11 +237,11 @@ def check_whether_possible(target: PreTrainedModel) -> None:
     Raises:
         `ValueError`: if the rounds of a target cannot be compiled, with the reason.
     """
-    reason = None
     if target.get_output_embeddings() is None:
-        reason = "it has no LM head (load it with `AutoModelForCausalLM`)"
-    if reason is not None:
-        raise ValueError(f"The rounds of {type(target).__name__} cannot be compiled: {reason}.")
+        raise ValueError(
+            f"The rounds of {type(target).__name__} cannot be compiled: it has no LM head (load it with "
+            "`AutoModelForCausalLM`)."
+        )
 
 
 def _can_be_built(model: nn.Module, config: CompileConfig) -> bool:

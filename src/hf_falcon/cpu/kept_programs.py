@@ -31,6 +31,7 @@ from ..json_files import read_json
 from ..private_names import attention_function, experts_implementation
 from .code_digest import code_digest
 from .packing import is_packed
+from .processor import processor_digest
 from .programs import CannotBeBuilt, Program
 
 logger = logging.get_logger(__name__)
@@ -160,8 +161,8 @@ class Shelf:
     def _refuse(self, reason: str) -> None:
         reason = " ".join(reason.split())[:200]
         logger.warning_once(
-            f"Compiled code in {self._folder} is not used ({reason}). Delete that folder, and run `hf-falcon tune "
-            "--compile` to compile anew."
+            f"Compiled code in {self._folder} is not used ({reason}). Delete that folder, or set `HF_FALCON_CACHE` to "
+            "one of your own, and run `hf-falcon tune --compile` to compile anew."
         )
 
     def _make_folder(self) -> None:
@@ -232,15 +233,10 @@ def _config_of(model: PreTrainedModel) -> str:
 
 @cache
 def _machine() -> dict[str, Any]:
-    """The processor, by all that Linux says of its kind, and the versions."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        kind = sorted({line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))})
-    except OSError:
-        kind = [platform.processor()]
+    """The processor and the versions."""
     own = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(Path(__file__).parent.glob("*.py"))]
     return {
-        "processor": hashlib.sha256(repr((platform.machine(), kind)).encode()).hexdigest()[:32],
+        "processor": processor_digest(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),

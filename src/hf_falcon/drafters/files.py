@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from transformers.utils import (
     ADAPTER_CONFIG_NAME,
     CONFIG_NAME,
@@ -111,6 +111,7 @@ def weight_files(repository: str, variant: str | None = None, **loading: Any) ->
         return [found]
     found = _fetch(repository, index, loading)
     if found is None:
+        _refuse_if_unreachable(repository, single, loading)
         raise OSError(f"`{repository}` has no `{single}`: a drafter's weights are kept in safetensors files only.")
     paths = []
     for name in _shard_names(found):
@@ -191,6 +192,18 @@ def _fetch(repository: str, name: str, loading: Mapping[str, Any]) -> Path | Non
     return None if found is None else Path(found)
 
 
+def _refuse_if_unreachable(repository: str, name: str, loading: Mapping[str, Any]) -> None:
+    """Of a file that is not in the Hub's cache, which may be in the repository."""
+    try:
+        cached_file(repository, name, **loading)
+    except OSError as error:
+        if isinstance(error.__cause__, LocalEntryNotFoundError):
+            raise OSError(
+                f"`{name}` of `{repository}` is not in the Hub's cache, and the Hub is not reached: download it "
+                "first, or unset `HF_HUB_OFFLINE`."
+            ) from error
+
+
 def _shard_names(index: Path) -> list[str]:
     fields = read_json(index)
     fields = fields if isinstance(fields, dict) else {}
@@ -243,7 +256,8 @@ def upload(
         if card is not None:
             Path(folder, "README.md").write_text(card, encoding="utf-8")
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
-        if revision is not None and not create_pr:
+        # A pull request is there already.
+        if revision is not None and not revision.startswith("refs/pr") and not create_pr:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         return api.upload_folder(
             repo_id=repo_id,

@@ -23,14 +23,14 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from ..core.draft_options import MOST_PASSES
+from ..core.draft_options import MOST_PASSES, set_by_call
 from ..core.drafter import DraftModel
-from ..core.hook import is_drafter, keep_custom_fields
+from ..core.hook import call_settings, is_drafter, keep_custom_fields
 from ..core.interfaces import DraftedBlocks, DrafterAcceleration
 from ..core.probe import TREES
 from ..core.target_parts import CACHE_NAMES
 from ..core.tree import to_device, to_host
-from .files import LOADING
+from .files import LOADING, refuse_adapter
 from .language_model_runs import LanguageModelRun, most_positions, run_of, way_of
 from .vocabularies import Vocabulary, vocab_size, vocabulary_of
 
@@ -220,8 +220,8 @@ class CausalLMDrafter(DraftModel):
         self.model, self.tokenizer = model.eval(), tokenizer
         # What it shares with each target, or why nothing is known of that.
         self._vocabularies: weakref.WeakKeyDictionary[PreTrainedModel, Vocabulary | str] = weakref.WeakKeyDictionary()
-        # The tokenizers that were given for each target, the target's first.
-        self._given: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, Any]] = weakref.WeakKeyDictionary()
+        # The tokenizers that were given for each target, the target's first, and the size of its vocabulary.
+        self._given: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Any, Any, int]] = weakref.WeakKeyDictionary()
         # Of the language model's options, those of drafting: its own temperature is no matter here.
         given = {name: getattr(model.generation_config, name, None) for name in self.draft_option_names}
         self.generation_config = GenerationConfig(
@@ -252,6 +252,7 @@ class CausalLMDrafter(DraftModel):
         if unknown := kwargs.keys() - set(LOADING):
             raise TypeError(f"`from_pretrained` got {sorted(unknown)}: it takes `dtype`, {', '.join(LOADING)}.")
         name, dtype = pretrained_model_name_or_path, "auto" if dtype is None else dtype
+        refuse_adapter(str(name), **kwargs)
         model, found = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, use_safetensors=True, output_loading_info=True, **kwargs
         )
@@ -293,7 +294,7 @@ class CausalLMDrafter(DraftModel):
     ) -> Vocabulary:
         """
         The tokens that the language model shares with a target. They are compared once, and again when tokenizers are
-        given.
+        given or the target's vocabulary has another size.
 
         Args:
             target ([`PreTrainedModel`]): the target.
@@ -306,16 +307,18 @@ class CausalLMDrafter(DraftModel):
         Raises:
             `ValueError`: see [`vocabularies.vocabulary_of`].
         """
-        known, given = self._vocabularies.get(target), self._given.get(target, (None, None))
+        size = vocab_size(target)
+        known, given = self._vocabularies.get(target), self._given.get(target, (None, None, size))
         is_other = tokenizer is not given[0] or assistant_tokenizer is not given[1]
         # One tokenizer alone says no more than sizes do.
         are_both = assistant_tokenizer is not None or (tokenizer is not None and self.tokenizer is not None)
-        if known is None or (is_other and (are_both or (tokenizer is not None and isinstance(known, str)))):
+        is_other = is_other and (are_both or (tokenizer is not None and isinstance(known, str)))
+        if known is None or size != given[2] or is_other:
             try:
                 known = vocabulary_of(target, self.model, tokenizer, assistant_tokenizer or self.tokenizer)
             except ValueError as error:
                 known = str(error)
-            self._vocabularies[target], self._given[target] = known, (tokenizer, assistant_tokenizer)
+            self._vocabularies[target], self._given[target] = known, (tokenizer, assistant_tokenizer, size)
         if isinstance(known, str):
             raise ValueError(known)
         return known
@@ -332,6 +335,9 @@ class CausalLMDrafter(DraftModel):
         """See [`DraftModel.assisted_decoding`]."""
         self.vocabulary_of(target, kwargs.get("tokenizer"), kwargs.get("assistant_tokenizer"))
         # Without trees each path of a pass is a forward of its own. The other candidates of a token are in the tree.
-        if getattr(self.generation_config, "draft_width", None) is None and way_of(self.model) != TREES:
-            self.generation_config.draft_width = 1
+        call = kwargs["generation_config"]
+        widths = set_by_call(call, "draft_width"), getattr(self.generation_config, "draft_width", None)
+        if widths == (None, None) and way_of(self.model) != TREES:
+            settings = call_settings(call)
+            (vars(call) if settings is None else settings)["draft_width"] = 1
         return super().assisted_decoding(target, *args, **kwargs)

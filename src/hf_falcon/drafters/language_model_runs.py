@@ -30,6 +30,7 @@ from ..core.modeling_falcon_draft import additive_mask
 from ..core.probe import CHAINS, TREES, verdict_of_call
 from ..core.target_parts import CACHE_NAME, CACHE_NAMES, FULL, SLIDING, layer_kinds, longest_text
 from ..core.tree import to_device
+from ..private_names import prompt_positions
 
 # Tokens of one forward over a text. Masks are tokens * context.
 _CHUNK = 512
@@ -84,6 +85,7 @@ def way_of(model: PreTrainedModel) -> str:
     arguments: dict[str, Any] = {"attention_mask": prompt, "use_cache": True}
     if not makes_own_cache(model):
         arguments[CACHE_NAME] = DynamicCache(config=model.config.get_text_config(decoder=True))
+    arguments |= prompt_positions(model, prompt, arguments)
     call = LogitsProcessorList(), StoppingCriteriaList(), GenerationConfig(), arguments
     return verdict_of_call(model, prompt, *call).way
 
@@ -295,7 +297,8 @@ class StateRun:
     def _start(self) -> Tensor:
         """Runs the first tokens as plain decoding runs a prompt."""
         prompt = to_device(torch.tensor([self._text], device="cpu"), self._device)
-        arguments = {"attention_mask": torch.ones_like(prompt), "use_cache": True}
+        arguments: dict[str, Any] = {"attention_mask": torch.ones_like(prompt), "use_cache": True}
+        arguments |= prompt_positions(self._model, prompt, arguments)
         # Without a cache the model makes its own.
         inputs = self._model.prepare_inputs_for_generation(prompt, is_first_iteration=True, **arguments)
         outputs = self._model(**inputs, return_dict=True)

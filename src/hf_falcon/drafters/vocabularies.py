@@ -200,7 +200,7 @@ class OtherTokens:
         return list(self.draft_tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, token_ids: Sequence[int], after: Sequence[int] = ()) -> str:
-        """The text of the target's tokens after others: some tokenizers leave out the space that a text begins with."""
+        """The text of the target's tokens after others: some tokenizers leave out a space that a text begins with."""
         start, text = (
             self.tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False) if ids else ""
             for ids in (after, [*after, *token_ids])
@@ -256,7 +256,8 @@ class _OtherText:
         whole = vocabulary.encode(vocabulary.decode(self._part, self._last))
         for place in range(middle, middle - _TRIES, -1):
             last = self._part[place - 1 : place]
-            first, rest = vocabulary.decode(self._part[:place], self._last), vocabulary.decode(self._part[place:], last)
+            first = vocabulary.decode(self._part[:place], self._last)
+            rest = vocabulary.decode(self._part[place:], last)
             if not (first[-1:].isalnum() and rest[:1].isspace()):
                 continue
             encoded = vocabulary.encode(first)

@@ -607,7 +607,7 @@ class Learner:
         if found is None:
             return
         found.check(folder, self._student.parameters)
-        progress, self._learnt = found.progress, _learnt_in(found.progress)
+        progress, self._learnt = found.progress, list(found.progress["learnt"])
         # Of the drafter that learning began with, also where the one that was given has learnt.
         self._fingerprint = progress.get("drafter")
         self._student.load(found.trained)
@@ -638,12 +638,6 @@ class Learner:
                 arguments = weakref.ref(self), self._wake, self.options.threads
                 self._thread = threading.Thread(target=_learn_while_idle, args=arguments, daemon=True)
                 self._thread.start()
-
-
-def _learnt_in(progress: dict[str, Any]) -> list[str | None]:
-    learnt = progress.get("learnt")
-    # Earlier versions wrote one.
-    return list(learnt) if isinstance(learnt, list) else [learnt]
 
 
 class _Here(threading.local):
@@ -727,7 +721,7 @@ def refuse_other_drafter(drafter: Any, folder: str | os.PathLike[str]) -> None:
     """
     running = _learners_in(Path(folder))
     progress = {} if running else files.progress_in(Path(folder))
-    known = running[0]._known() if running else [progress.get("drafter"), *_learnt_in(progress)]
+    known = running[0]._known() if running else [progress.get("drafter"), *progress.get("learnt", ())]
     fingerprint = weights_fingerprint(drafter)
     if any(known) and fingerprint is not None and fingerprint not in known:
         raise ValueError(

@@ -111,7 +111,8 @@ class CallRecorder:
         length = sequence.prompt_length
         # A prompt of embeddings, or a prefix that was in the cache, has no tokens here.
         known = min(prompt.features.shape[1], length - prompt.padding, _PROMPT_POSITIONS)
-        if known > 0:
+        # A call that drafts nothing reads no features.
+        if known > 0 and prompt.features.shape[-1]:
             # A copy: a view would keep the features of a whole prompt.
             features = prompt.features[0, -known:].clone()
             self._rows[id(sequence)] = _Row(

@@ -96,7 +96,7 @@ class CallRecord:
         # The last token has no feature, and no prediction is compared with one.
         missing = len(token_ids) - len(features)
         features = torch.nn.functional.pad(features, (0, 0, 0, missing))
-        places = torch.arange(len(token_ids)) + start
+        places = torch.arange(len(token_ids), device="cpu") + start
         response = places >= self.prompt_length
         return _batch([token_ids], [features], [response], self.number, device)
 
@@ -112,7 +112,7 @@ class CallRecord:
             # stands for it.
             token_ids = torch.cat((self.token_ids[before], path.token_ids, path.token_ids[-1:]))
             features = torch.cat((self.features[before], path.features, path.features[-1:]))
-            response = torch.arange(len(token_ids)) > path.place + 1 - start
+            response = torch.arange(len(token_ids), device="cpu") > path.place + 1 - start
             rows.append((token_ids, features, response))
         ids, features_of, responses = (list(parts) for parts in zip(*rows))
         return _batch(ids, features_of, responses, self.number, device)
@@ -122,15 +122,15 @@ def _batch(
     token_ids: list[Tensor], features: list[Tensor], response: list[Tensor], number: int, device: torch.device
 ) -> DraftBatch:
     pad = torch.nn.utils.rnn.pad_sequence
-    lengths = torch.tensor([len(each) for each in token_ids])
+    lengths = torch.tensor([len(each) for each in token_ids], device="cpu")
     missing = -int(lengths.max()) % ROWS_MULTIPLE
     ids = torch.nn.functional.pad(pad(token_ids, batch_first=True), (0, missing))
     return DraftBatch(
         torch.nn.functional.pad(pad(features, batch_first=True), (0, 0, 0, missing)).to(device),
         ids.to(device),
-        (torch.arange(ids.shape[1]) < lengths[:, None]).to(device),
+        (torch.arange(ids.shape[1], device="cpu") < lengths[:, None]).to(device),
         torch.nn.functional.pad(pad(response, batch_first=True), (0, missing)).to(device),
-        number + torch.arange(len(token_ids)),
+        number + torch.arange(len(token_ids), device="cpu"),
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -210,7 +210,8 @@ def trainable_copy(drafter: DraftModel) -> Any:
 @contextmanager
 def learning_mode(device: torch.device) -> Iterator[None]:
     """Inside, tensors may take gradients, whatever the caller's mode is; on a device, in a stream of its own."""
-    with torch.inference_mode(False):
+    is_usual = torch.get_default_device().type == "cpu"
+    with torch.inference_mode(False), nullcontext() if is_usual else torch.device("cpu"):
         if device.type != "cuda":
             yield
             return

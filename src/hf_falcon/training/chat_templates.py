@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from datetime import date
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .json_text import parse_json, short
 from .records import Message, RecordError
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
 def template_variables(given: dict[str, Any] | str | None) -> dict[str, Any]:
@@ -73,7 +75,8 @@ def chat_inputs(
     template: str | None = None,
 ) -> dict[str, torch.Tensor]:
     """
-    The inputs of `generate` for a conversation, by the chat template with its `variables`.
+    The inputs of `generate` for a conversation, by the chat template with its `variables`; without one, the plain
+    texts.
 
     Args:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): the target's.
@@ -85,6 +88,9 @@ def chat_inputs(
     Raises:
         `ValueError`: the template refuses the messages.
     """
+    if template is None and tokenizer.chat_template is None:
+        text = "\n\n".join(message["content"] for message in messages)
+        return dict(tokenizer(text, return_tensors="pt").to(device))
     try:
         inputs = tokenizer.apply_chat_template(
             messages,
@@ -107,6 +113,7 @@ class ChatTemplate:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): the target's.
         template (`str`, *optional*): in place of the tokenizer's own. Without either, texts stand as they are.
         variables (`dict`, *optional*): variables of the template, such as `enable_thinking`.
+        day (`date`, *optional*): what `strftime_now` writes in place of now.
     """
 
     def __init__(
@@ -114,16 +121,22 @@ class ChatTemplate:
         tokenizer: PreTrainedTokenizerBase,
         template: str | None = None,
         variables: dict[str, Any] | None = None,
+        day: date | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._template = template
         self._variables = variables or {}
+        self._day = day
 
     def source(self, tools: list[dict[str, Any]] | None = None) -> str | None:
         """The template's text: a tokenizer can have one for tools, and one for all else. `None` if there is none."""
-        if self._template is not None or self._tokenizer.chat_template is None:
-            return self._template
-        return self._tokenizer.get_chat_template(tools=tools)
+        found = self._template
+        if found is None and self._tokenizer.chat_template is not None:
+            found = self._tokenizer.get_chat_template(tools=tools)
+        if found is None or (day := self._day) is None:
+            return found
+        # A function among the variables would not do: transformers hands templates nothing but data.
+        return _NOW.sub(lambda call: json.dumps(day.strftime(call[2])), found)
 
     def ignores(self, field: str, tools: list[dict[str, Any]] | None = None) -> bool:
         """Whether the template does not read a field of messages, or `tools`."""

@@ -68,7 +68,7 @@ def prune(run_folder: str | Path, limit: int | None, kept: set[str]) -> None:
 def _flush(folder: Path) -> None:
     for file in folder.rglob("*"):
         if file.is_file():
-            with file.open("rb") as opened:
+            with file.open("r+b") as opened:  # Windows writes back only what may be written.
                 os.fsync(opened.fileno())
 
 

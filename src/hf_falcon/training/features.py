@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -112,9 +111,6 @@ class StoredFeatures:
         if not manifest.exists():
             record_features(self._folder, needed)
         found = read_own_object(manifest)
-        if found.get("target") == "None" and target.dtype == torch.float16:
-            # Earlier versions did not tell float16 targets apart.
-            found["target"] = needed["target"]
         self._layers = tuple(found.get("layers", ()))
         if not self.has(layers) or {**found, "layers": None} != {**needed, "layers": None}:
             raise ValueError(
@@ -304,6 +300,5 @@ def _plan_shards(data: TokenFile) -> list[list[int]]:
 
 def identity(target: PreTrainedModel, data: TokenFile, layers: Sequence[int]) -> dict[str, Any]:
     """What features are of, as JSON values."""
-    digest = hashlib.sha256(data.tokens.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
-    found = {"target": str(exact_fingerprint(target)), "tokens": digest, "samples": len(data)}
+    found = {"target": str(exact_fingerprint(target)), "tokens": data.sha256[:16], "samples": len(data)}
     return {**found, "layers": list(layers)} if layers else found

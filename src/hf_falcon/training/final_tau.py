@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-import copy
+import math
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ..core.drafter import DraftModel
+from ..core.target_parts import longest_text
 
 
 def decoded_tau(
@@ -24,26 +25,29 @@ def decoded_tau(
         target ([`PreTrainedModel`]): the target.
         drafter ([`FalconDraftModel`]): its drafter, in any dtype.
         prompts (sequence of `torch.LongTensor` of shape `(length,)`): tokens of each prompt.
-        max_new_tokens (`int`, *optional*, defaults to 128): new tokens a prompt, at most.
+        max_new_tokens (`int`, *optional*, defaults to 128): new tokens a prompt, at most; fewer where the target's
+            positions end before.
 
     Returns:
         `final_tau`, accepted draft tokens a round, and `final_alpha`, accepted draft tokens over new tokens, of all
-        prompts together. Empty if the target is decoded plainly, which a warning then explains.
+        prompts together. Empty if the target is decoded plainly, which a warning then explains, or if no
+        prompt leaves room for an answer.
     """
     drafter.eval()
-    drafter = copy.copy(drafter)
-    drafter.generation_config = copy.deepcopy(drafter.generation_config)
-    drafter.generation_config.num_assistant_tokens_schedule = "constant"
-    drafter.generation_config.prompt_lookup_num_tokens = 0
     rounds, accepted, new_tokens = 0, 0, 0
+    longest = longest_text(target.config.get_text_config(decoder=True)) or math.inf
     for prompt in prompts:
+        if (room := min(max_new_tokens, longest - len(prompt))) < 1:
+            continue
         input_ids = prompt[None].to(target.device)
         output = target.generate(
             input_ids,
             attention_mask=torch.ones_like(input_ids),
             assistant_model=drafter,
-            max_new_tokens=max_new_tokens,
+            max_new_tokens=int(room),
             do_sample=False,
+            num_assistant_tokens_schedule="constant",
+            prompt_lookup_num_tokens=0,
             return_dict_in_generate=True,
         )
         found = output.draft_statistics
@@ -52,4 +56,4 @@ def decoded_tau(
         rounds += found.rounds
         accepted += found.accepted_tokens
         new_tokens += found.new_tokens
-    return {"final_tau": accepted / max(1, rounds), "final_alpha": accepted / max(1, new_tokens)}
+    return {"final_tau": accepted / rounds, "final_alpha": accepted / new_tokens} if rounds else {}

@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import date, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +47,6 @@ _CHARACTERS_AT_ONCE = 1 << 20
 # The roles that may follow a message. Many chat templates raise an error for others.
 _FOLLOW = {"user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant")}
 _UNRECORDED = -1.0
-# In the plan of later rounds; earlier versions did not record them.
-_OF_LATER_PROMPTS = ("chat_template_sha256", "chat_template_kwargs", "exclude_sha256")
 # In the folder of kept features.
 _KEPT_PLAN = "plan.json"
 # Later turns that are shorter (in characters) or begin like this mean little without the turns before them.
@@ -98,7 +96,7 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
     output, parts = Path(arguments.output), Path(f"{arguments.output}.parts")
     state = process_state()
     _check_context(arguments, model)
-    selection = _Selection(arguments, tokenizer, _eos_token_ids(model, tokenizer))
+    selection = _Selection(arguments, tokenizer, _eos_token_ids(model, tokenizer), _day(output, parts))
     selection.add_turn(0)
     selection.check()
     plan = _plan(arguments, model, selection)
@@ -167,6 +165,15 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
     return TokenFile.load(output)
 
 
+def _day(output: Path, parts: Path) -> str:
+    """The day that the prompts of an earlier call name, of templates that write the date; else today."""
+    if output.exists():
+        found = TokenFile.load(output).metadata.get("plan", {})
+    else:
+        found = read_own_object(parts / "plan.json") if (parts / "plan.json").exists() else {}
+    return str(found.get("day", date.today().isoformat()))
+
+
 def _chat_template(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
     given = arguments.chat_template
     return tokenizer.chat_template if given is None else Path(given).read_text(encoding="utf-8")
@@ -180,14 +187,18 @@ class _Selection:
         arguments ([`PrepareArguments`]): the arguments.
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): the target's.
         eos_token_ids (`list[int]`): tokens that end a response.
+        day (`str`): today's date for the template, as `"2026-01-31"`.
     """
 
     def __init__(
-        self, arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos_token_ids: list[int]
+        self, arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase, eos_token_ids: list[int], day: str
     ) -> None:
         self._arguments, self._tokenizer, self._eos_token_ids = arguments, tokenizer, eos_token_ids
         given = None if arguments.chat_template is None else _chat_template(arguments, tokenizer)
-        self._template = ChatTemplate(tokenizer, given, template_variables(arguments.chat_template_kwargs))
+        variables = template_variables(arguments.chat_template_kwargs)
+        # A run that goes on the next day has the prompts that it began with.
+        self._template = ChatTemplate(tokenizer, given, variables, date.fromisoformat(day))
+        self.day = day if "strftime_now" in str(_chat_template(arguments, tokenizer)) else None
         self._with_response = arguments.responses == "data"
         if self._template.source() is None:
             name = tokenizer.name_or_path
@@ -251,8 +262,11 @@ class _Selection:
 
     def add_answer(self, prompt: int, token_ids: torch.Tensor) -> None:
         """Takes the target's answer to a prompt into the history of its dialogue."""
-        if (number := self._dialogues.get(prompt)) is not None:
-            self._answers[number].append(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+        text = [token for token in token_ids.tolist() if token not in self._eos_token_ids]
+        answer = self._tokenizer.decode(text, skip_special_tokens=True)
+        # With other special tokens it is no message, as where an answer has several channels: later turns lack it.
+        if (number := self._dialogues.get(prompt)) is not None and answer == self._tokenizer.decode(text):
+            self._answers[number].append(answer)
 
     def add_turn(self, turn: int) -> None:
         """Adds the prompts of all turns; or where each turn is a round, of one turn."""
@@ -482,7 +496,7 @@ def _read_excluded(paths: list[str]) -> set[tuple[str, ...]]:
     runs: set[tuple[str, ...]] = set()
     for path in paths:
         # Not `splitlines`, which splits inside strings, too, at separators that JSON allows there.
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8").split("\n"), start=1):
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), start=1):
             if not line.strip():
                 continue
             try:
@@ -532,6 +546,8 @@ def _plan(arguments: PrepareArguments, model: PreTrainedModel, selection: _Selec
     keys = ("turns", "responses", "temperatures", "max_new_tokens", "max_prompt_tokens", "limit", "batch_size", "seed")
     for key in keys:
         plan[key] = getattr(arguments, key)
+    if selection.day is not None:
+        plan["day"] = selection.day
     if arguments.turns == "all" and arguments.responses == "target":
         plan["history"] = arguments.history
         if selection.has_rounds:
@@ -541,16 +557,6 @@ def _plan(arguments: PrepareArguments, model: PreTrainedModel, selection: _Selec
 
 
 def _refuse_other_plan(path: Path, found: dict[str, Any], plan: dict[str, Any]) -> None:
-    # Earlier versions, which took the first turns only, did not record `turns`.
-    found = {"turns": "first", **found}
-    if "history" in plan and found["turns"] == "all":
-        # So did those before `history`, which had none.
-        found = {"history": "none", **found}
-    if "texts_sha256" in found:
-        found = {**{name: plan[name] for name in _OF_LATER_PROMPTS if name in plan}, **found}
-    if "target_fingerprint" in found and found["target_fingerprint"] is None:
-        # Earlier versions did not tell float16 targets apart.
-        found = {**found, "target_fingerprint": plan["target_fingerprint"]}
     if found != plan:
         names = sorted(name for name in found.keys() | plan.keys() if found.get(name) != plan.get(name))
         differences = "; ".join(f"`{name}` was {found.get(name)!r}, now {plan.get(name)!r}" for name in names)
@@ -656,7 +662,6 @@ def responses_in_memory(
     texts: Sequence[str],
     max_new_tokens: int,
     layers: Sequence[int] = (),
-    temperatures: Sequence[float] = (0.0, 0.7),
     batch_size: int = 48,
     seed: int = 0,
     progress: bool = True,
@@ -669,7 +674,6 @@ def responses_in_memory(
         texts (sequence of `str`): users' messages.
         max_new_tokens (`int`): longest response in tokens.
         layers (sequence of `int`, *optional*): layers whose outputs are kept beside the features.
-        temperatures (sequence of `float`, *optional*, defaults to `(0.0, 0.7)`): batches take these in turn.
         batch_size, seed (`int`, *optional*): see [`PrepareArguments`].
         progress (`bool`, *optional*, defaults to `True`): whether a progress bar is shown.
 
@@ -686,7 +690,8 @@ def responses_in_memory(
     found: dict[int, tuple[torch.Tensor, float, torch.Tensor]] = {}
     with tqdm(total=len(batches) * max_new_tokens, desc="responses", unit=" steps", disable=not progress) as bar:
         for number, batch in enumerate(batches):
-            temperature, own = temperatures[number % len(temperatures)], [prompts[index] for index in batch]
+            # Half of the batches are greedy.
+            temperature, own = 0.7 * (number % 2), [prompts[index] for index in batch]
             with FeatureTap(model, layers) as tap:
                 responses = _respond(model, tokenizer, own, temperature, max_new_tokens, seed + number, _Steps(bar))
             rows = _features_of(tap.take(), own, responses)
@@ -769,7 +774,10 @@ def _respond(
         `list` of `torch.Tensor` of shape `(new_tokens,)`, int64: up to and with the first EOS, no padding.
     """
     eos_token_ids = _eos_token_ids(model, tokenizer)
-    pad_token_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (eos_token_ids or [0])[0]
+    pad_token_id, text_config = tokenizer.pad_token_id, model.config.get_text_config(decoder=True)
+    if pad_token_id is None or pad_token_id >= text_config.vocab_size:
+        # A token that was added to the tokenizer alone has no embedding.
+        pad_token_id = (eos_token_ids or [0])[0]
     width = max(len(prompt) for prompt in prompts)
     input_ids = torch.full((len(prompts), width), pad_token_id)
     attention_mask = torch.zeros_like(input_ids)
@@ -783,8 +791,9 @@ def _respond(
         # The default cache copies itself at every step: 409 against 569 tokens/s (SmolLM2-135M, CPU, batch 96).
         # `generate` would keep the longest size seen so far, so that the rounding of a batch would depend on the
         # batches before it.
-        text_config = model.config.get_text_config(decoder=True)
         options[CACHE_NAME] = StaticCache(config=text_config, max_cache_len=width + max_new_tokens)
+        # Those of the target's own generation configuration do not go with a cache that is given.
+        options |= {"use_cache": True, "cache_implementation": None}
     with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []):
         torch.manual_seed(seed)
         sequences = model.generate(

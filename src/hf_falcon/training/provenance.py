@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import platform
 import subprocess
 from pathlib import Path
@@ -57,7 +56,7 @@ def provenance(target: PreTrainedModel, data: TokenFile) -> dict[str, Any]:
         "target": {"name_or_path": target.name_or_path, "fingerprint": exact_fingerprint(target)},
         "data": {
             "sources": data.sources,
-            "tokens_sha256": hashlib.sha256(data.tokens.contiguous().view(torch.uint8).numpy().tobytes()).hexdigest(),
+            "tokens_sha256": data.sha256,
             "tokens": len(data.tokens),
             "samples": len(data),
             # Absent if the token files do not record one template.

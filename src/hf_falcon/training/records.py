@@ -13,8 +13,8 @@ from .json_text import parse_json, short
 Message = dict[str, Any]
 
 FORMS = (
-    "`conversations` (ShareGPT), `messages`, `prompt` with `completion` or `response`, `instruction` with `output` "
-    "(Alpaca), `turns` or `text`"
+    "`conversations` (ShareGPT), `messages`, `prompt` with `completion` or `response`, `instruction` with `output` or "
+    "`response` (Alpaca, Dolly), `turns` or `text`"
 )
 _ROLES = {
     "system": "system",
@@ -99,22 +99,30 @@ def read_record(record: Any, where: str, number: int = 0) -> Dialogue:
         messages, text = [], _text(record["text"], "text", where)
     else:
         raise RecordError("no known form", f"{where}: {short(record)} has none of {FORMS}: convert the record to one.")
+    if messages and messages[0]["role"] not in ("system", "developer") and record.get("system") is not None:
+        system = _text(record["system"], "system", where)
+        messages = [{"role": "system", "content": system}, *messages] if system.strip() else messages
     return Dialogue(messages, tools, text, number, where)
 
 
 def _alpaca(record: dict[str, Any], where: str) -> list[Message]:
-    texts = {
-        name: _text(record[name], name, where)
-        for name in ("system", "instruction", "input", "output")
-        if record.get(name) is not None
-    }
-    question = texts["instruction"]
-    if texts.get("input", "").strip():
-        question += f"\n\n{texts['input']}"
-    messages = [{"role": "system", "content": texts["system"]}] if texts.get("system", "").strip() else []
+    question = _text(record["instruction"], "instruction", where)
+    for name in ("input", "context"):
+        if record.get(name) is not None and (given := _text(record[name], name, where)).strip():
+            question += f"\n\n{given}"
+    messages: list[Message] = []
+    history = record.get("history") or []
+    for index, pair in enumerate(history if isinstance(history, list) else [history]):
+        if not isinstance(pair, (list, tuple)) or len(pair) != 2:
+            raise RecordError(
+                "a history of another form", f"{where}: `history[{index}]` is {short(pair)}: it must be two texts."
+            )
+        for role, text in zip(("user", "assistant"), pair):
+            messages.append({"role": role, "content": _text(text, f"history[{index}]", where)})
     messages.append({"role": "user", "content": question})
-    if "output" in texts:
-        messages.append({"role": "assistant", "content": texts["output"]})
+    answer = next((name for name in ("output", "response") if record.get(name) is not None), None)
+    if answer is not None:
+        messages.append({"role": "assistant", "content": _text(record[answer], answer, where)})
     return messages
 
 

@@ -8,6 +8,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from types import NoneType
 from typing import Any
@@ -145,6 +146,11 @@ class TokenFile:
                     f"{name}: `tokens` of dialogue {dialogue} has token {int(tokens[place])}, but the target's "
                     f"`vocab_size` is {vocab_size}: give token files that were made with this target's tokenizer."
                 )
+
+    @cached_property
+    def sha256(self) -> str:
+        """The sha256 of the tokens, in hexadecimal."""
+        return hashlib.sha256(self.tokens.contiguous().view(torch.uint8).numpy().data).hexdigest()
 
     @property
     def sources(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 import os
 import shutil
@@ -35,6 +36,7 @@ from transformers.trainer_utils import SaveStrategy, TrainOutput, get_last_check
 
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
+from ..json_files import read_own_object
 from .checkpoints import empty, prune, publish, publish_files, scratch_folder
 from .csgd import (
     DistillationWeights,
@@ -52,6 +54,8 @@ from .features import Features, target_features
 from .muon import MuonWithAdamW
 from .provenance import PROVENANCE_NAME, provenance, refuse_other_run
 from .token_file import TokenFile
+
+logger = logging.getLogger(__name__)
 
 # Of a file that is damaged.
 _REMEDY = "delete this checkpoint. Training then resumes from the one before it, if one is left."
@@ -380,6 +384,10 @@ class FalconTrainer(Trainer):
                 best = Path(last).parent / Path(state.best_model_checkpoint or last).name
                 # The folder may have been moved since.
                 self._load_from_checkpoint(str(best) if self.args.load_best_model_at_end and best.is_dir() else last)
+                # Of the call that trained, which may have had other arguments.
+                if (file := Path(last, PROVENANCE_NAME)).is_file():
+                    self._provenance = read_own_object(file)
+                logger.warning(f"The run is complete since step {state.global_step}: nothing is trained.")
                 return TrainOutput(state.global_step, 0.0, {})
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
@@ -566,6 +574,19 @@ class FalconTrainer(Trainer):
             path = Path(self.args.output_dir, TRAINER_STATE_NAME)
             self.state.save_to_json(f"{path}.tmp")
             os.replace(f"{path}.tmp", path)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        rates = [group.get("initial_lr") for group in self.optimizer.param_groups]
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if None in rates:
+            # The rate goes by the loss.
+            return
+        # A checkpoint has the rates of the call that saved it; this call's may be lower, after a loss of nan.
+        self.lr_scheduler.base_lrs = rates
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            if group["initial_lr"]:
+                group["lr"] *= rate / group["initial_lr"]
+            group["initial_lr"] = rate
 
     def _load_best_model(self) -> None:
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
