@@ -406,7 +406,7 @@ def test_an_answer_with_special_tokens_is_no_message(arguments, target, tmp_path
         second,
         f"{second} w9 </s> <|user|> w5 </s> <|assistant|>",
     ]
-    assert file.metadata["dropped"] == {"needs_context": 2}
+    assert file.metadata["dropped"] == {"answer_with_special_tokens": 1, "needs_context": 2}
 
 
 def test_all_turns_with_context_for_responses_of_the_data(arguments, target, tmp_path):

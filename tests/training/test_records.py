@@ -354,7 +354,7 @@ def test_tables_of_data_sets(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match="none.parquet"):
         list(read_dialogues(tmp_path / "none.parquet"))
     monkeypatch.setattr("hf_falcon.training.dialogues.importlib.util.find_spec", lambda name: None)
-    with pytest.raises(OSError, match="a Parquet, Arrow or gzip file needs the package `datasets`"):
+    with pytest.raises(OSError, match="a Parquet or Arrow file needs the package `datasets`"):
         list(read_dialogues(tmp_path / "a.parquet"))
 
 

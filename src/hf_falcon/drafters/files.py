@@ -117,6 +117,7 @@ def weight_files(repository: str, variant: str | None = None, **loading: Any) ->
     for name in _shard_names(found):
         path = _fetch(repository, name, loading)
         if path is None:
+            _refuse_if_unreachable(repository, name, loading)
             raise OSError(f"`{repository}` has no `{name}`, which its `{index}` names: download it again.")
         paths.append(path)
     return paths
@@ -139,7 +140,8 @@ def refuse_adapter(repository: str, adapter: str | None = None, **loading: Any) 
     if adapter is not None:
         raise ValueError(
             f"`{adapter}` has an `{ADAPTER_CONFIG_NAME}`: a drafter takes no adapter, because it changes which "
-            "weights are loaded. Remove that file, or give the folder or the repository of a Falcon drafter."
+            "weights are loaded. Remove that file, or give the folder or the repository of a drafter without one (a "
+            "language model with its adapter merged)."
         )
 
 
@@ -199,8 +201,8 @@ def _refuse_if_unreachable(repository: str, name: str, loading: Mapping[str, Any
     except OSError as error:
         if isinstance(error.__cause__, LocalEntryNotFoundError):
             raise OSError(
-                f"`{name}` of `{repository}` is not in the Hub's cache, and the Hub is not reached: download it "
-                "first, or unset `HF_HUB_OFFLINE`."
+                f"`{name}` of `{repository}` is not in the Hub's cache, and the Hub is not reached or not asked: "
+                "download it without `HF_HUB_OFFLINE` and `local_files_only`."
             ) from error
 
 

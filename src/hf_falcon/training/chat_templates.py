@@ -18,7 +18,7 @@ from .json_text import parse_json, short
 from .records import Message, RecordError
 
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
-_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_NOW = re.compile(r"""strftime_now\(\s*("[^"\\\n]*"|'[^'\\\n]*')\s*\)""")
 
 
 def template_variables(given: dict[str, Any] | str | None) -> dict[str, Any]:
@@ -113,7 +113,7 @@ class ChatTemplate:
         tokenizer ([`~transformers.PreTrainedTokenizerBase`]): the target's.
         template (`str`, *optional*): in place of the tokenizer's own. Without either, texts stand as they are.
         variables (`dict`, *optional*): variables of the template, such as `enable_thinking`.
-        day (`date`, *optional*): what `strftime_now` writes in place of now.
+        day (`date`, *optional*): what `strftime_now` writes in place of now, where its format is written in the call.
     """
 
     def __init__(
@@ -136,7 +136,13 @@ class ChatTemplate:
         if found is None or (day := self._day) is None:
             return found
         # A function among the variables would not do: transformers hands templates nothing but data.
-        return _NOW.sub(lambda call: json.dumps(day.strftime(call[2])), found)
+        return _NOW.sub(lambda call: json.dumps(day.strftime(call[1][1:-1])), found)
+
+    @property
+    def writes_day(self) -> bool:
+        """Whether `day` is in what a template of the tokenizer writes."""
+        found: Any = self._tokenizer.chat_template if self._template is None else self._template
+        return any(map(_NOW.search, found.values() if isinstance(found, dict) else [found or ""]))
 
     def ignores(self, field: str, tools: list[dict[str, Any]] | None = None) -> bool:
         """Whether the template does not read a field of messages, or `tools`."""

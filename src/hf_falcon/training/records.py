@@ -100,7 +100,7 @@ def read_record(record: Any, where: str, number: int = 0) -> Dialogue:
     else:
         raise RecordError("no known form", f"{where}: {short(record)} has none of {FORMS}: convert the record to one.")
     if messages and messages[0]["role"] not in ("system", "developer") and record.get("system") is not None:
-        system = _text(record["system"], "system", where)
+        system = _content(record["system"], "system", where)
         messages = [{"role": "system", "content": system}, *messages] if system.strip() else messages
     return Dialogue(messages, tools, text, number, where)
 
@@ -108,7 +108,7 @@ def read_record(record: Any, where: str, number: int = 0) -> Dialogue:
 def _alpaca(record: dict[str, Any], where: str) -> list[Message]:
     question = _text(record["instruction"], "instruction", where)
     for name in ("input", "context"):
-        if record.get(name) is not None and (given := _text(record[name], name, where)).strip():
+        if record.get(name) is not None and (given := _content(record[name], name, where)).strip():
             question += f"\n\n{given}"
     messages: list[Message] = []
     history = record.get("history") or []
