@@ -78,15 +78,30 @@ def test_a_packed_weight_is_read_like_any_other_and_cannot_be_changed(dtype):
     ordinary = copy.deepcopy(packed[0].weight.detach())
     hf_falcon.pack_weights(packed)
     weight, rows = packed[0].weight, torch.randn(2, 7).to(dtype)
-    assert isinstance(weight, nn.Parameter) and not weight.requires_grad
+    assert isinstance(weight, nn.Parameter) and weight.requires_grad
     assert torch.equal(weight[[3, 1]], ordinary[[3, 1]])
     assert torch.equal(weight.float(), ordinary.float())
     assert torch.equal(nn.functional.linear(rows, weight), nn.functional.linear(rows, ordinary))
     assert repr(weight) == f"PackedWeight({ordinary!r})"
-    for change in (weight.zero_, lambda: weight.mul_(2), lambda: weight.copy_(ordinary)):
-        with pytest.raises(RuntimeError, match="unpack_weights"):
+    changes = weight.zero_, lambda: weight.mul_(2), lambda: weight.copy_(ordinary), lambda: merge(weight)
+    for change in changes:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="unpack_weights"):
             change()
     assert torch.equal(weight.to_dense(), ordinary)
+
+
+def merge(weight):
+    """As adapters that are merged set it."""
+    weight.data = weight.data + 1
+
+
+def test_who_freezes_a_packed_layer_freezes_it_for_good():
+    """As PEFT does where it adds an adapter."""
+    layers = nn.Sequential(nn.Linear(32, 48), nn.Linear(48, 32)).eval()
+    hf_falcon.pack_weights(layers)
+    layers[0].requires_grad_(False)
+    hf_falcon.unpack_weights(layers)
+    assert [layer.weight.requires_grad for layer in layers] == [False, True]
 
 
 def test_float32_without_mkl_is_laid_out_by_onednn(monkeypatch):

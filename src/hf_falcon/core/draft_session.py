@@ -196,8 +196,8 @@ def embed(embedding: Any, token_ids: Tensor, device: torch.device) -> Tensor:
     """Embeddings of `token_ids` on `device`, without a gradient; the embedding layer may be on another device."""
     weight = embedding.weight
     with torch.no_grad():
-        # The weight of an offloaded embedding has no device, and accelerate moves the tokens.
-        embeds = embedding(token_ids if weight.is_meta else token_ids.to(weight.device))
+        # Offloaded weights have no device, and accelerate's hook moves tokens. PEFT's are for the target's own rows.
+        embeds = embedding(token_ids) if weight.is_meta else embedding.forward(token_ids.to(weight.device))
     return embeds.to(device)
 
 
@@ -227,8 +227,8 @@ def _dequantise(head: Any, dtype: torch.dtype, device: torch.device) -> tuple[Te
     """
     if head not in _dequantised:
         identity = torch.eye(head.in_features, dtype=dtype, device=device)
-        bias = (head(identity[None, :1]) + head(-identity[None, :1]))[0, 0] / 2
-        columns = [head(rows[None])[0] - bias for rows in identity.split(_IDENTITY_ROWS)]
+        bias = (head.forward(identity[None, :1]) + head.forward(-identity[None, :1]))[0, 0] / 2
+        columns = [head.forward(rows[None])[0] - bias for rows in identity.split(_IDENTITY_ROWS)]
         _dequantised[head] = torch.cat(columns).T.contiguous(), bias if bias.any() else None
     return _dequantised[head]
 

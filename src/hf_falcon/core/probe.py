@@ -186,13 +186,16 @@ def _state_of(model: PreTrainedModel) -> Hashable:
 
 
 def changes_of(model: PreTrainedModel, module: torch.nn.Module) -> Iterator[Hashable]:
-    """A module's hooks and its own forward; not ours and those of `output_hidden_states`, which change nothing."""
+    """A module's hooks, adapter and own forward; not ours and those of `output_hidden_states`: they change nothing."""
     for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
         # New objects in every call: PEFT's choice of an adapter for each row.
         if "adapter_names" in keywords_of(hook):
             yield "adapter_names"
         elif not str(getattr(getattr(hook, "func", hook), "__module__", "")).startswith(_OWN_MODULES):
             yield _identity(model, hook)
+    if "_active_adapter" in vars(module):
+        # Values that are 0 before training change nothing, and others may.
+        yield tuple((each.data_ptr(), each.is_inference() or each._version) for each in module.parameters())
     forward = vars(module).get("forward")
     if forward is not None and not type(forward).__module__.startswith(_OWN_MODULES):
         yield _identity(model, forward)

@@ -237,8 +237,9 @@ def quantised_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def is_quantised(layer: nn.Module) -> bool:
     """Whether a layer is linear, and its weight is not an ordinary matrix of numbers of 16 bits or more."""
-    # Other modules than linear layers may have the one or the other.
-    if not all(isinstance(getattr(layer, name, None), int) for name in ("in_features", "out_features")):
+    # Other modules than linear layers may have the one or the other; PEFT's wrap a layer.
+    names = "in_features", "out_features"
+    if hasattr(layer, "base_layer") or not all(isinstance(getattr(layer, name, None), int) for name in names):
         return False
     weight = getattr(layer, "weight", None)
     # Quantised weights are integers, subclasses of tensors, or tensors under other names. torch's own subclasses are

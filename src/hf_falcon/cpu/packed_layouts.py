@@ -22,6 +22,7 @@ _ROWS = 8
 # Outputs of a block: the first of these that divides the number of outputs, or the last. Of 64, 48, 32 and 16 these
 # two were the fastest for eight rows, and 48 for one.
 _BLOCKS = (48, 32)
+_CANNOT_BE_CHANGED = "Packed weights cannot be changed: call `hf_falcon.unpack_weights(model)` first."
 _layouts: weakref.WeakValueDictionary[int, OneDnnLayout] = weakref.WeakValueDictionary()
 # A weight keeps its number. Code that was compiled for it then still works after it is packed again.
 _numbers = WeakIdKeyDictionary()
@@ -157,6 +158,15 @@ class PackedWeight(Tensor):
         """The weight as an ordinary tensor, to the bit."""
         return self.packed.to_dense()
 
+    @property
+    def data(self) -> Tensor:
+        """See [`torch.Tensor.data`]; the weight of a merged adapter is set by it."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: Tensor) -> None:
+        raise RuntimeError(_CANNOT_BE_CHANGED)
+
     @cached_property
     def some_values(self) -> Tensor:
         """See [`some_values`]. They are read once, because a packed weight never changes."""
@@ -169,7 +179,7 @@ class PackedWeight(Tensor):
         if func is torch.ops.aten.detach.default:
             return cls(args[0].packed, args[0])
         if func._schema.is_mutable:
-            raise RuntimeError("Packed weights cannot be changed: call `hf_falcon.unpack_weights(model)` first.")
+            raise RuntimeError(_CANNOT_BE_CHANGED)
         args, kwargs = tree_map_only(cls, lambda weight: weight.to_dense(), (args, kwargs or {}))
         return func(*args, **kwargs)
 

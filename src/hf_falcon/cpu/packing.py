@@ -60,7 +60,7 @@ class PackedLinear(nn.Linear):
         vars(linear).update(packed=packed, unpacked_parameter=weight)
         linear.__class__ = cls
         if not keep_dense:
-            linear.weight = nn.Parameter(PackedWeight(packed, weight), requires_grad=False)
+            linear.weight = nn.Parameter(PackedWeight(packed, weight), requires_grad=weight.requires_grad)
             # The parameter is kept, empty: a reference to it (an optimizer's) is valid again after `unpack`.
             weight.data = weight.data.new_empty(0)
 
@@ -70,6 +70,8 @@ class PackedLinear(nn.Linear):
         weight = self.unpacked_parameter
         if self._gave_up_dense:
             weight.data = self.packed.to_dense()
+            # Who freezes the model meanwhile, as PEFT does, freezes it for good.
+            weight.requires_grad_(self.weight.requires_grad)
         self.weight = weight
         del self.packed, self.unpacked_parameter
         self.__class__ = nn.Linear  # type: ignore[assignment]

@@ -82,8 +82,10 @@ class SkinnyLinear(nn.Linear):
             return F.linear(input, self.weight, self.bias)
         # As attributes they would be searched for, which adds up over the hundreds of products of a round.
         parameters, dtype = self._parameters, input.dtype
-        weight, bias = parameters["weight"], parameters["bias"]
-        assert weight is not None
+        weight, bias = parameters.get("weight"), parameters["bias"]
+        if weight is None:
+            # PEFT computes it anew in each forward.
+            return F.linear(input, self.weight, bias)
         if input.numel() // self.in_features not in _ROWS.get(dtype, ()) or dtype != weight.dtype:
             return F.linear(input, weight, bias)
         if dtype != torch.float32:
