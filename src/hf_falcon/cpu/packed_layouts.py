@@ -160,7 +160,7 @@ class PackedWeight(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """See [`torch.Tensor.data`]; the weight of a merged adapter is set by it."""
+        """See [`torch.Tensor.data`]. Libraries that merge an adapter set it, which would change nothing here."""
         return self.detach()
 
     @data.setter

@@ -210,8 +210,9 @@ def trainable_copy(drafter: DraftModel) -> Any:
 @contextmanager
 def learning_mode(device: torch.device) -> Iterator[None]:
     """Inside, tensors may take gradients, whatever the caller's mode is; on a device, in a stream of its own."""
-    is_usual = torch.get_default_device().type == "cpu"
-    with torch.inference_mode(False), nullcontext() if is_usual else torch.device("cpu"):
+    # Batches and random numbers are made on the CPU, whatever the caller's default device is.
+    is_default = torch.get_default_device().type == "cpu"
+    with torch.inference_mode(False), nullcontext() if is_default else torch.device("cpu"):
         if device.type != "cuda":
             yield
             return
