@@ -51,7 +51,8 @@ def test_other_processors(monkeypatch, machine, has_products):
     assert guessed_costs.guessed_costs(KEY) is None and times(KEY)[1] == 1.0
 
 
-def test_what_was_measured_comes_first(slow_processor):
+def test_what_was_measured_comes_first(slow_processor, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
     target = new_target("llama").bfloat16()
     key = CostKey.of(target, 100, 8)
     cost_files.save(target, key, {0: 1.0, 8: 1.1})

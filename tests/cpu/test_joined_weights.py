@@ -14,6 +14,7 @@ import hf_falcon
 from hf_falcon.cpu import compiling, lent_weights, packed_layouts
 from hf_falcon.cpu import joined_weights as joining
 from hf_falcon.cpu.compiled_rounds import compiled_rounds_of
+from hf_falcon.cpu.huge_pages import Arena
 from hf_falcon.cpu.joined_weights import joined_weights, one_product_each
 from hf_falcon.cpu.packed_layouts import OneDnnLayout, product_operator
 
@@ -39,11 +40,16 @@ def packed_target(name="llama"):
     return target
 
 
+def joined_in(target):
+    linears = [module for module in target.modules() if isinstance(module, nn.Linear)]
+    return dict(joined_weights(target, linears, Arena(), with_blocks=False))
+
+
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
 def test_parts_are_the_layers_products(name):
     """Those of qwen2's attention have biases."""
     target = packed_target(name)
-    found = dict(joined_weights(target))
+    found = joined_in(target)
     attention, mlp = target.model.layers[0].self_attn, target.model.layers[0].mlp
     together = [attention.q_proj, attention.k_proj, attention.v_proj, mlp.gate_proj, mlp.up_proj]
     assert found.keys() >= {*together} and not found.keys() & {attention.o_proj, mlp.down_proj, target.lm_head}
@@ -59,13 +65,13 @@ def test_large_weights_stay_apart(monkeypatch):
     target = packed_target()
     layer = target.model.layers[0]
     monkeypatch.setattr(joining, "_MOST_VALUES", layer.mlp.gate_proj.weight.numel() * 2 - 1)
-    assert layer.mlp.gate_proj not in dict(joined_weights(target))
+    assert layer.mlp.gate_proj not in joined_in(target)
 
 
 def test_layers_that_are_not_packed_stay_apart():
     target = packed_target()
     hf_falcon.unpack_weights(target.model.layers[0].self_attn)
-    found = dict(joined_weights(target))
+    found = joined_in(target)
     assert target.model.layers[0].self_attn.q_proj not in found and target.model.layers[1].self_attn.q_proj in found
 
 

@@ -17,6 +17,7 @@ from .joined_weights import one_product_each
 from .kept_programs import Shelf
 from .programs import CannotBeBuilt, Program, build, flattened, kind_of, tensors_of
 from .row_invariant import FilledForward
+from .tile_blocks import teach_compiler, tiles_pay
 
 
 class CompiledCode:
@@ -160,7 +161,6 @@ class BuiltCode:
             examples = [self._examples[module], (args, kwargs)]
             options = {
                 **_options(is_row_invariant=False),
-                "cpp.dynamic_threads": True,
                 "aot_inductor.compile_wrapper_opt_level": "O0",
             }
 
@@ -233,9 +233,13 @@ def _options(is_row_invariant: bool) -> dict[str, Any]:
     joined weights a pass over the graph. And inside [`row_invariant`] each operation rounds as it does uncompiled.
     """
     flag = "cpp.enable_floating_point_contract_flag"
+    if tiles_pay():
+        teach_compiler()
     known = torch._inductor.config.get_config_copy()
     # In earlier versions of torch the flag is a `bool`.
     options: dict[str, Any] = {flag: "fast" if isinstance(known[flag], str) else True, "max_fusion_size": 16}
+    # The number of threads is that of the call, and not of the process that compiles.
+    options["cpp.dynamic_threads"] = True
     # Earlier versions of torch do not have it: what is compiled then rounds differently, and does not run inside.
     if is_row_invariant and "emulate_precision_casts" in known:
         options["emulate_precision_casts"] = True

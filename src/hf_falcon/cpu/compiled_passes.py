@@ -20,6 +20,7 @@ from ..core.modeling_falcon_draft import KeyValueCache, hide_end
 from .compact_weights import WeightMark
 from .compiled_code import BuiltCode, CompiledCode, captures_graphs, mark_rows, write_rows
 from .huge_pages import keep_in_huge_pages
+from .joined_weights import can_have_blocks
 from .kept_programs import Shelf
 from .lent_weights import LentWeights
 from .programs import kind_of
@@ -85,7 +86,7 @@ class CompiledPasses:
         # The drafter's head, for many calls of `generate`; `None` while the passes are not in use.
         self.head: CompiledHead | None = None
         self._config = compile_config
-        self._weights = LentWeights()
+        self._weights = LentWeights(can_have_blocks(compile_config))
 
     @contextmanager
     def compiling(self) -> Iterator[None]:

@@ -27,6 +27,7 @@ from .compact_weights import own_forward
 from .compiled_code import BuiltCode, CompiledCode, captures_graphs, mark_rows, write_rows
 from .compiled_passes import CompiledPasses
 from .grouped_attention import form_ahead
+from .joined_weights import can_have_blocks
 from .kept_programs import Shelf
 from .lent_weights import LentWeights
 from .packed_layouts import has_bfloat16_products
@@ -175,7 +176,7 @@ class CompiledRounds:
         # depend on the number of rows is as fast for any number.
         self._compiled: dict[int, CompiledCode | BuiltCode] = {}
         self._compiled_heads: dict[int, CompiledCode | BuiltCode] = {}
-        self._weights = LentWeights()
+        self._weights = LentWeights(can_have_blocks(compile_config, self.is_row_invariant))
         # The compiled passes of drafters for this target: the passes in use, and all compiled passes by their key.
         self.passes: weakref.WeakKeyDictionary[nn.Module, CompiledPasses] = weakref.WeakKeyDictionary()
         self.made: weakref.WeakKeyDictionary[nn.Module, dict[tuple[object, ...], CompiledPasses]]
@@ -305,7 +306,8 @@ class CompiledRounds:
 
     def _is_for_any_size(self, size: int) -> bool:
         """Whether the program of a size is for all numbers of tokens. That of a single one is simpler."""
-        return size > 1 and not self._weights.depend_on_rows and not linears_of(self._decoder)
+        others = (linear for linear in linears_of(self._decoder) if linear not in self._weights)
+        return size > 1 and not self._weights.depend_on_rows and not any(others)
 
     def take_weights(self) -> None:
         """Makes what compiled code reads from the current weights of linear layers; see [`LentWeights.take`]."""

@@ -1,21 +1,25 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
-Packed weights of layers that read the same input, joined for compiled code: one product instead of two or three. With
-a few rows, a product of a small weight takes hardly longer than its call.
+Weights of layers that read the same input, joined for compiled code: one product instead of two or three. With a few
+rows, a product of a small weight takes hardly longer than its call. Where the compiler can write products into the
+program itself, it does so for all small weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from transformers import CompileConfig
 
 from . import uncompiled_sums
 from .compact_weights import WeightMark
+from .huge_pages import Arena
 from .packed_layouts import OneDnnLayout, product_operator
 from .packing import PackedLinear
+from .tile_blocks import TileBlocks, can_be_blocks, tile_product, tiles_pay
 from .uncompiled_sums import leave_sums_uncompiled
 
 # Layers with the same input, by transformers' names.
@@ -31,11 +35,11 @@ class JoinedWeight(WeightMark):
 
     Args:
         weight (`torch.Tensor` of shape `(out_features, in_features)`): the layer's weight.
-        joined ([`OneDnnLayout`]): the weights of all layers with this input, one after another.
+        joined ([`OneDnnLayout`] or [`TileBlocks`]): the weights of all layers with this input, one after another.
         start (`int`): the first output of this layer.
     """
 
-    def __init__(self, weight: Tensor, joined: OneDnnLayout, start: int):
+    def __init__(self, weight: Tensor, joined: OneDnnLayout | TileBlocks, start: int):
         super().__init__(weight)
         self.dtype = weight.dtype
         self._joined, self._start, self._end = joined, start, start + weight.shape[0]
@@ -51,25 +55,59 @@ class JoinedWeight(WeightMark):
         return output if bias is None else output + bias
 
 
-def joined_weights(model: nn.Module) -> Iterator[tuple[nn.Linear, JoinedWeight]]:
-    """Joins the small packed weights of layers that have the same input; gives each layer's part."""
-    for parent in model.modules():
-        for names in _SIBLINGS:
-            linears = [child for name in names if isinstance(child := getattr(parent, name, None), PackedLinear)]
-            if len(linears) == len(names) and _can_be_joined(linears):
-                joined = OneDnnLayout(torch.cat([linear.weight.to_dense() for linear in linears]))
-                start = 0
-                for linear in linears:
-                    yield linear, JoinedWeight(linear.weight, joined, start)
-                    start += linear.out_features
+def can_have_blocks(compile_config: CompileConfig, is_row_invariant: bool = False) -> bool:
+    """
+    Whether joined weights may be [`TileBlocks`]: not for another compiler than torch's own, which cannot write their
+    product, and not inside [`row_invariant`], where it would round differently.
+    """
+    return compile_config.backend == "inductor" and not is_row_invariant
 
 
-def _can_be_joined(linears: list[PackedLinear]) -> bool:
-    return (
-        all(isinstance(linear.packed, OneDnnLayout) for linear in linears)
-        and len({(linear.in_features, linear.weight.dtype) for linear in linears}) == 1
-        and sum(linear.weight.numel() for linear in linears) <= _MOST_VALUES
-    )
+def joined_weights(
+    model: nn.Module, linears: Collection[nn.Linear], arena: Arena, with_blocks: bool
+) -> Iterator[tuple[nn.Linear, JoinedWeight]]:
+    """
+    Joins the small weights of layers that have the same input; gives each layer's part.
+
+    Args:
+        model (`torch.nn.Module`): the model.
+        linears (collection of `torch.nn.Linear`): the layers that may get a part, and others.
+        arena ([`Arena`]): where blocks are.
+        with_blocks (`bool`): see [`can_have_blocks`]. Layers without siblings then get blocks of their own.
+    """
+    alone: dict[Any, None] = dict.fromkeys(linear for linear in model.modules() if linear in linears)
+    siblings = [[getattr(parent, name, None) for name in names] for parent in model.modules() for names in _SIBLINGS]
+    for group in [*siblings, *([linear] for linear in alone)]:
+        members = [linear for linear in group if linear in alone]
+        joined = _joined(members, arena, with_blocks and tiles_pay()) if len(members) == len(group) else None
+        if joined is not None:
+            start = 0
+            for linear in members:
+                del alone[linear]
+                yield linear, JoinedWeight(linear.weight, joined, start)
+                start += linear.out_features
+
+
+def _joined(linears: list[nn.Linear], arena: Arena, with_blocks: bool) -> OneDnnLayout | TileBlocks | None:
+    weights = [linear.weight for linear in linears]
+    if len({(weight.shape[1], weight.dtype) for weight in weights}) > 1:
+        return None
+    if sum(weight.numel() for weight in weights) > _MOST_VALUES:
+        return None
+    if with_blocks and all(map(can_be_blocks, weights)):
+        return TileBlocks(_side_by_side(weights), arena)
+    packed = [linear for linear in linears if isinstance(linear, PackedLinear)]
+    if (
+        len(weights) > 1
+        and len(packed) == len(weights)
+        and all(isinstance(each.packed, OneDnnLayout) for each in packed)
+    ):
+        return OneDnnLayout(_side_by_side(weights))
+    return None
+
+
+def _side_by_side(weights: list[Tensor]) -> Tensor:
+    return torch.cat([weight.detach().to_dense() for weight in weights])
 
 
 def one_product_each(is_row_invariant: bool = False) -> Any:
@@ -84,7 +122,7 @@ def one_product_each(is_row_invariant: bool = False) -> Any:
         def __call__(self, graph: fx.Graph) -> None:
             found: dict[tuple[object, ...], fx.Node] = {}
             for node in graph.nodes:
-                if node.target is product_operator():
+                if node.target in (product_operator(), tile_product()):
                     first = found.setdefault(node.args, node)
                     if first is not node:
                         node.replace_all_uses_with(first)

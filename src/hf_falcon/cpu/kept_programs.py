@@ -238,6 +238,7 @@ def _machine() -> dict[str, Any]:
     return {
         "processor": processor_digest(),
         "capability": torch.backends.cpu.get_cpu_capability(),
+        "cores": os.cpu_count(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "transformers": transformers_version,

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,12 +18,18 @@ from .skinny_gemm import linears_of, skinny_gemm_pays
 
 
 class LentWeights:
-    """Linear layers, and the weights that compiled code reads in place of theirs: compact or joined ones."""
+    """
+    Linear layers, and the weights that compiled code reads in place of theirs: compact or joined ones.
 
-    def __init__(self) -> None:
+    Args:
+        with_blocks (`bool`): see [`can_have_blocks`].
+    """
+
+    def __init__(self, with_blocks: bool) -> None:
+        self._with_blocks = with_blocks
         self._weights: dict[nn.Linear, LentWeight] = {}
-        # The dtype of each layer's, and the number of its tensors.
-        self._kinds: list[tuple[torch.dtype, int] | None] = []
+        # The class and the dtype of each layer's, and the number of its tensors.
+        self._kinds: list[tuple[str, torch.dtype, int] | None] = []
         # The weights that the layers have now.
         self._lent: dict[nn.Linear, LentWeight] = {}
         self._lock = threading.Lock()
@@ -36,7 +41,7 @@ class LentWeights:
     def take(self, *models: nn.Module) -> bool:
         """
         Makes compact weights from the current weights of models, for all layers whose values allow it, and joins small
-        packed weights.
+        ones of the others.
 
         Returns:
             `bool`: whether code that was compiled before cannot use them, because they are of other kinds.
@@ -46,12 +51,15 @@ class LentWeights:
         found: dict[nn.Linear, LentWeight | None] = {
             linear: compact(linear.weight, arena) for linear in _linears_of(*models) if skinny_gemm_pays()
         }
-        for linear, joined in itertools.chain.from_iterable(map(joined_weights, models)):
-            if found.get(linear) is None:
-                found[linear] = joined
+        others = {linear for linear in _linears_of(*models) if found.get(linear) is None}
+        for model in models:
+            found |= joined_weights(model, others, arena, self._with_blocks)
         self._weights = {linear: weight for linear, weight in found.items() if weight is not None}
         move_to_huge_pages(buffer for weight in self._weights.values() for buffer in weight.memory)
-        kinds = [None if weight is None else (weight.dtype, len(weight.tensors)) for weight in found.values()]
+        kinds = [
+            None if weight is None else (type(weight).__name__, weight.dtype, len(weight.tensors))
+            for weight in found.values()
+        ]
         before, self._kinds = self._kinds, kinds
         return self._kinds != before
 

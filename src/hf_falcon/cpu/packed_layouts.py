@@ -108,16 +108,17 @@ def _shape_of_product(input: Tensor, bias: Tensor | None, number: Tensor, out_fe
     return input.new_empty(*input.shape[:-1], out_features)
 
 
-_namespace = "hf_falcon_cpu"
-_library = torch.library.Library(_namespace, "DEF")
+# Of the operators that compiled code calls.
+NAMESPACE = "hf_falcon_cpu"
+_library = torch.library.Library(NAMESPACE, "DEF")
 _library.define("product(Tensor input, Tensor? bias, Tensor number, int out_features) -> Tensor")
 _library.impl("product", _product, "CPU")
-torch.library.register_fake(f"{_namespace}::product", _shape_of_product, lib=_library)
+torch.library.register_fake(f"{NAMESPACE}::product", _shape_of_product, lib=_library)
 
 
 def product_operator() -> Any:
     """The operator of [`OneDnnLayout.product`] in compiled code."""
-    return getattr(torch.ops, _namespace).product.default
+    return getattr(torch.ops, NAMESPACE).product.default
 
 
 def product_of_blocks(input: Tensor, blocks: Tensor) -> Tensor:
