@@ -6,9 +6,9 @@ core runs without it, and `backend.py` plugs it into `core/interfaces.py`.
 On request: `packing.py` and `packed_layouts.py` (`pack_weights`: weights in an order for products of a few rows);
 `compiling.py`, `compiled_rounds.py`, `compiled_passes.py` and `compiled_code.py` (`compile_rounds`: the target's
 forwards and the drafter's passes by `torch.compile`), with `lent_weights.py`, `compact_weights.py` (weights in fewer
-bytes) and `joined_weights.py` (packed weights side by side) for compiled code; `programs.py`, `kept_programs.py`,
-`kept_rounds.py` and `code_digest.py` (compiled code on disk, for later processes), and `background_builds.py` with its
-child process `build_kept.py` (which build that between calls).
+bytes), `joined_weights.py` (weights side by side) and `tile_blocks.py` (products in the program itself, with AMX) for
+compiled code; `programs.py`, `kept_programs.py`, `kept_rounds.py` and `code_digest.py` (compiled code on disk, for
+later processes), and `background_builds.py` with its child process `build_kept.py` (which build that between calls).
 
 Also on request, for exactness and not for speed, and on other devices, too: `row_invariant.py` (`row_invariant`:
 forwards whose rows do not depend on their number, so that texts in 16 bits are plain decoding's), with

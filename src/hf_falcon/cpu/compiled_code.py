@@ -161,6 +161,7 @@ class BuiltCode:
             examples = [self._examples[module], (args, kwargs)]
             options = {
                 **_options(is_row_invariant=False),
+                "cpp.dynamic_threads": True,
                 "aot_inductor.compile_wrapper_opt_level": "O0",
             }
 
@@ -233,13 +234,13 @@ def _options(is_row_invariant: bool) -> dict[str, Any]:
     joined weights a pass over the graph. And inside [`row_invariant`] each operation rounds as it does uncompiled.
     """
     flag = "cpp.enable_floating_point_contract_flag"
-    if tiles_pay():
-        teach_compiler()
     known = torch._inductor.config.get_config_copy()
     # In earlier versions of torch the flag is a `bool`.
     options: dict[str, Any] = {flag: "fast" if isinstance(known[flag], str) else True, "max_fusion_size": 16}
-    # The number of threads is that of the call, and not of the process that compiles.
-    options["cpp.dynamic_threads"] = True
+    if tiles_pay() and not is_row_invariant:
+        teach_compiler()
+        # A product has a part for each core; without this also a thread of its own for each part.
+        options["cpp.dynamic_threads"] = True
     # Earlier versions of torch do not have it: what is compiled then rounds differently, and does not run inside.
     if is_row_invariant and "emulate_precision_casts" in known:
         options["emulate_precision_casts"] = True

@@ -306,8 +306,8 @@ class CompiledRounds:
 
     def _is_for_any_size(self, size: int) -> bool:
         """Whether the program of a size is for all numbers of tokens. That of a single one is simpler."""
-        others = (linear for linear in linears_of(self._decoder) if linear not in self._weights)
-        return size > 1 and not self._weights.depend_on_rows and not any(others)
+        are_lent = all(linear in self._weights for linear in linears_of(self._decoder))
+        return size > 1 and not self._weights.depend_on_rows and are_lent
 
     def take_weights(self) -> None:
         """Makes what compiled code reads from the current weights of linear layers; see [`LentWeights.take`]."""

@@ -28,8 +28,8 @@ class LentWeights:
     def __init__(self, with_blocks: bool) -> None:
         self._with_blocks = with_blocks
         self._weights: dict[nn.Linear, LentWeight] = {}
-        # The class and the dtype of each layer's, and the number of its tensors.
-        self._kinds: list[tuple[str, torch.dtype, int] | None] = []
+        # The dtype of each layer's, and the number of its tensors.
+        self._kinds: list[tuple[torch.dtype, int] | None] = []
         # The weights that the layers have now.
         self._lent: dict[nn.Linear, LentWeight] = {}
         self._lock = threading.Lock()
@@ -56,10 +56,7 @@ class LentWeights:
             found |= joined_weights(model, others, arena, self._with_blocks)
         self._weights = {linear: weight for linear, weight in found.items() if weight is not None}
         move_to_huge_pages(buffer for weight in self._weights.values() for buffer in weight.memory)
-        kinds = [
-            None if weight is None else (type(weight).__name__, weight.dtype, len(weight.tensors))
-            for weight in found.values()
-        ]
+        kinds = [None if weight is None else (weight.dtype, len(weight.tensors)) for weight in found.values()]
         before, self._kinds = self._kinds, kinds
         return self._kinds != before
 

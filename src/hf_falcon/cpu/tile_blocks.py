@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
 Blocks of a weight in bfloat16 for compiled code, on processors with products of tiles (Intel's AMX). Torch's compiler
-writes their product into the program. A call of oneDNN instead leaves the program for Python, which takes a fifth of
-the time of a small product.
+writes their product into the program. A call of oneDNN instead leaves the program for Python, and then reads a small
+weight at half of the speed.
 """
 
 from __future__ import annotations
