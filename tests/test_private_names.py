@@ -18,6 +18,7 @@ OTHER_LIBRARIES = {
     "_forward_pre_hooks",
     "_hf_hook",
     "_inductor",
+    "_init_amx",
     "_is_amx_tile_supported",
     "_is_avx512_bf16_supported",
     "_is_mkldnn_bf16_supported",

@@ -3,6 +3,7 @@
 
 import copy
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,10 +14,11 @@ from torch import nn
 from transformers import CompileConfig
 
 import hf_falcon
-from hf_falcon.cpu import compiling, joined_weights, tile_blocks
-from hf_falcon.cpu.compiled_rounds import compiled_rounds_of
+from hf_falcon.cpu import compiling, joined_weights, lent_weights, skinny_gemm, tile_blocks
+from hf_falcon.cpu.compiled_rounds import CompiledRounds, compiled_rounds_of
 from hf_falcon.cpu.huge_pages import Arena
-from hf_falcon.cpu.joined_weights import JoinedWeight, one_product_each
+from hf_falcon.cpu.joined_weights import one_product_each
+from hf_falcon.cpu.skinny_gemm import skinny_gemm_pays
 from hf_falcon.cpu.tile_blocks import TileBlocks, teach_compiler, tile_product, tiles_pay
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
@@ -27,6 +29,7 @@ needs_tiles = pytest.mark.skipif(not tiles_pay(), reason="needs AMX, and a versi
 def with_tiles(monkeypatch):
     """As on a processor with AMX: blocks are made on any, and multiplied uncompiled."""
     monkeypatch.setattr(joined_weights, "tiles_pay", lambda: True)
+    monkeypatch.setattr(lent_weights, "compact", lambda *_: None)
 
 
 @pytest.fixture
@@ -101,31 +104,35 @@ def test_other_weights_get_none(with_tiles, monkeypatch):
     assert layers[0].gate_proj not in joined_in(target)
 
 
-@pytest.mark.parametrize("case", ["processor", "torch"])
-def test_nothing_is_made_where_it_would_not_pay(case, monkeypatch):
+@pytest.mark.parametrize("case", ["processor", "permission", "torch", "none"])
+def test_where_they_pay(case, monkeypatch):
+    """Nothing is made without AMX, where Linux does not allow it, and with a version of torch that was not tried."""
     tiles_pay.cache_clear()
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: case != "processor")
-    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: True)
-    monkeypatch.setattr(torch, "__version__", "2.13.0+cpu" if case == "processor" else "2.99.0")
+    monkeypatch.setattr(torch.cpu, "_init_amx", lambda: case != "permission")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(torch, "__version__", "2.99.0" if case == "torch" else "2.13.0+cpu")
     try:
-        assert not tiles_pay() and not joined_in(target_in_bfloat16())
-        monkeypatch.undo()
+        assert tiles_pay() == bool(joined_in(target_in_bfloat16())) == (case == "none")
     finally:
         tiles_pay.cache_clear()
 
 
-def test_another_compiler_gets_none(with_tiles, kept_if_slower):
-    """It could not write their product, and uncompiled it is slow."""
+def taken_by(target, compile_config):
+    rounds = CompiledRounds(target, compile_config)
+    rounds.take_weights()
+    return [type(weight._joined) for weight in rounds._weights._weights.values()]
+
+
+@pytest.mark.skipif(not skinny_gemm_pays(), reason="weights that are not packed are not replaced")
+def test_not_for_another_compiler_nor_inside_row_invariant(with_tiles, monkeypatch):
+    """It could not write their product, and uncompiled it is slow. Inside, each product rounds as uncompiled."""
+    monkeypatch.setitem(skinny_gemm._ROWS, torch.bfloat16, range(2, 25))
     target = target_in_bfloat16()
-    with hf_falcon.compiled_rounds(target, (4,), compiled_by(Backend())):
-        weights = compiled_rounds_of(target)._weights
-        assert not any(isinstance(each, JoinedWeight) for each in weights._weights.values())
-
-
-def test_inside_row_invariant_there_are_none(with_tiles):
-    """There each product rounds as uncompiled."""
-    assert not joined_weights.can_have_blocks(CompileConfig(), is_row_invariant=True)
-    assert joined_weights.can_have_blocks(CompileConfig())
+    assert set(taken_by(target, CompileConfig())) == {TileBlocks}
+    assert not taken_by(target, compiled_by(Backend()))
+    with hf_falcon.row_invariant(target):
+        assert not taken_by(target, CompileConfig())
 
 
 def test_equal_products_are_computed_once():
@@ -159,19 +166,20 @@ def test_the_compilers_product(outputs):
     def product(input, blocks):
         return F.silu(tile_product()(input, blocks, outputs)) + 1
 
-    def check(run, rows):
+    def check(run, rows, is_any):
         input = some_weight(rows, 80)
-        torch._dynamo.maybe_mark_dynamic(input, 0)
+        if is_any:
+            torch._dynamo.maybe_mark_dynamic(input, 0)
         expected = (F.silu(F.linear(input.float(), weight.float())) + 1).bfloat16()
         torch.testing.assert_close(run(input, blocks), expected, atol=0.02, rtol=0.02)
 
     for rows in (1, 16, 33, 48):
         torch._dynamo.reset()
-        check(torch.compile(product, fullgraph=True, dynamic=False), rows)
+        check(torch.compile(product, fullgraph=True, dynamic=False), rows, is_any=False)
     torch._dynamo.reset()
     run = torch.compile(product, fullgraph=True)
     for rows in (16, 5, 48, 70):
-        check(run, rows)
+        check(run, rows, is_any=True)
 
 
 @pytest.mark.slow
@@ -182,13 +190,13 @@ def test_the_compilers_product(outputs):
 def test_rounds_of_a_target(is_packed, kept_if_slower, monkeypatch, tmp_path):
     """One program for all sizes, packed or not, with each layer's values, and none of the products calls oneDNN."""
     monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
-    monkeypatch.setattr(tile_blocks.os, "cpu_count", lambda: 3)
+    monkeypatch.setattr(tile_blocks, "os", SimpleNamespace(cpu_count=lambda: 3))
     target = target_in_bfloat16("qwen2")
     if is_packed:
         hf_falcon.pack_weights(target)
     with hf_falcon.compiled_rounds(target, (1, 16), drafter=drafter_of(target)):
         rounds = compiled_rounds_of(target)
-        assert all(isinstance(rounds._weights._weights[each], JoinedWeight) for each in rounds._weights._weights)
+        assert all(isinstance(each._joined, TileBlocks) for each in rounds._weights._weights.values())
         assert sorted(file.name[:8] for file in tmp_path.rglob("layer-*.pt2")) == ["layer-0-", "layer-1-"]
         run = compiling._run(target, 9, rounds)
         for size in (1, 5, 16, 21):

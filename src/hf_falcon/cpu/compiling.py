@@ -71,9 +71,10 @@ def compile_rounds(
     one or two bytes a value, if the values fit bfloat16 or the grid of a file of 4, 5 or 8 bits. The copies take up
     to 0.6 times as much memory again. On a processor without products in bfloat16, forwards of up to 16 tokens read
     a copy of weights in bfloat16, of the same size, and multiply in float32. Packed weights of layers with the same
-    input are read side by side, from a copy, if these have at most 4 million values together. On Linux 6.1 or later
-    these copies move to huge pages, as in [`pack_weights`]. If a weight has changed since, rounds run uncompiled:
-    every call detects changes by sampling each weight.
+    input are read side by side, from a copy, if these have at most 4 million values together; with AMX, in bfloat16,
+    all weights of at most that size are read from a copy, packed or not. On Linux 6.1 or later these copies move to
+    huge pages, as in [`pack_weights`]. If a weight has changed since, rounds run uncompiled: every call detects
+    changes by sampling each weight.
 
     Args:
         target ([`PreTrainedModel`]): the target, in evaluation mode.

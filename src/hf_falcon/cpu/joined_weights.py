@@ -7,6 +7,7 @@ program itself, it does so for all small weights.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, fx, nn
 from transformers import CompileConfig
 
-from . import uncompiled_sums
+from . import tile_blocks, uncompiled_sums
 from .compact_weights import WeightMark
 from .huge_pages import Arena
 from .packed_layouts import OneDnnLayout, product_operator
@@ -58,7 +59,7 @@ class JoinedWeight(WeightMark):
 def can_have_blocks(compile_config: CompileConfig, is_row_invariant: bool = False) -> bool:
     """
     Whether joined weights may be [`TileBlocks`]: not for another compiler than torch's own, which cannot write their
-    product, and not inside [`row_invariant`], where it would round differently.
+    product, and not for a target inside [`row_invariant`], where it would round differently.
     """
     return compile_config.backend == "inductor" and not is_row_invariant
 
@@ -83,7 +84,7 @@ def joined_weights(
         if joined is not None:
             start = 0
             for linear in members:
-                del alone[linear]
+                alone.pop(linear, None)
                 yield linear, JoinedWeight(linear.weight, joined, start)
                 start += linear.out_features
 
@@ -132,6 +133,7 @@ def one_product_each(is_row_invariant: bool = False) -> Any:
 
         def uuid(self) -> object:
             # The key of this pass in the compiler's cache on disk.
-            return get_hash_for_files((__file__, uncompiled_sums.__file__), str(is_row_invariant))
+            files = __file__, uncompiled_sums.__file__, tile_blocks.__file__
+            return get_hash_for_files(files, f"{is_row_invariant} {os.cpu_count()}")
 
     return OneProductEach()

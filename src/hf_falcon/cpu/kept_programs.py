@@ -33,6 +33,7 @@ from .code_digest import code_digest
 from .packing import is_packed
 from .processor import processor_digest
 from .programs import CannotBeBuilt, Program
+from .tile_blocks import tiles_pay
 
 logger = logging.get_logger(__name__)
 
@@ -233,12 +234,12 @@ def _config_of(model: PreTrainedModel) -> str:
 
 @cache
 def _machine() -> dict[str, Any]:
-    """The processor and the versions."""
+    """The processor, where code depends on it the number of cores, and the versions."""
     own = [hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(Path(__file__).parent.glob("*.py"))]
     return {
         "processor": processor_digest(),
         "capability": torch.backends.cpu.get_cpu_capability(),
-        "cores": os.cpu_count(),
+        "cores": os.cpu_count() if tiles_pay() else None,
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "transformers": transformers_version,

@@ -20,8 +20,8 @@ from .packed_layouts import NAMESPACE
 
 # Outputs of a block, and values of an output side by side: those of the compiler's kernel for tiles.
 _WIDTH, _TOGETHER = 32, 2
-# Of the same kernel.
-_MOST_ROWS = 32
+# Rows of the same kernel.
+_ROWS = 32
 # The compiler's template for products is private to torch. It was tried in this version only.
 _TRIED = "2.13."
 
@@ -56,10 +56,10 @@ class TileBlocks:
 @cache
 def tiles_pay() -> bool:
     """Whether compiled code multiplies blocks: with AMX, and a version of torch's compiler that was tried."""
-    if not (str(torch.__version__).startswith(_TRIED) and torch.cpu._is_amx_tile_supported()):
-        return False
+    # An environment variable may forbid torch the instructions of a processor.
+    has_amx = torch.cpu._is_amx_tile_supported() and torch.backends.cpu.get_cpu_capability() == "AVX512"
     # Linux has to allow the process to use tiles.
-    return torch.cpu._init_amx()
+    return has_amx and str(torch.__version__).startswith(_TRIED) and torch.cpu._init_amx()
 
 
 def can_be_blocks(weight: Tensor) -> bool:
@@ -82,8 +82,8 @@ def teach_compiler() -> None:
         rows, blocks = ir.ExternKernel.require_contiguous(rows), ir.ExternKernel.realize_input(blocks)
         number, (count, _, width) = rows.get_size()[0], blocks.get_size()
         outputs = count * width
-        # For some numbers of rows the compiler would choose kernels that read other blocks.
-        like = 1 if has_free_symbols([number]) or number <= _MOST_ROWS else number
+        # A multiple of these rows: for some other numbers the compiler would choose kernels that read other blocks.
+        like = _ROWS if has_free_symbols([number]) else -(-number // _ROWS) * _ROWS
         # So many parts, each of some blocks, may run at once. The number of threads may change later.
         parts = min(os.cpu_count() or 1, int(count))
         types = {"input_dtype": torch.bfloat16, "input2_dtype": torch.bfloat16, "output_dtype": torch.float32}
