@@ -88,11 +88,7 @@ def attach(
             `row_invariant`.
         `OSError`: if there is no drafter of that name, or the Hub cannot be reached.
     """
-    if not isinstance(target, PreTrainedModel) or not isinstance(target, GenerationMixin):
-        raise TypeError(
-            f"`target` is a {type(target).__name__}: give the transformers model whose `generate` is called, such as "
-            "a `LlamaForCausalLM`, without a wrapper."
-        )
+    _check_generates(target)
     if isinstance(drafter, (str, os.PathLike)):
         drafter = _load(target, drafter)
     if not is_drafter(drafter):
@@ -133,9 +129,21 @@ def detach(target: PreTrainedModel) -> None:
 
     Args:
         target ([`PreTrainedModel`]): the target.
+
+    Raises:
+        `TypeError`: if the target is not a transformers model that generates, to which nothing can be attached.
     """
+    _check_generates(target)
     end_build(target)
     _end_learning(_attached.pop(target, None), target)
+
+
+def _check_generates(target: Any) -> None:
+    if not isinstance(target, PreTrainedModel) or not isinstance(target, GenerationMixin):
+        raise TypeError(
+            f"`target` is a {type(target).__name__}: give the transformers model whose `generate` is called, such as "
+            "a `LlamaForCausalLM`, without a wrapper."
+        )
 
 
 def _end_learning(drafter: Any, target: PreTrainedModel) -> LearningOptions | None:

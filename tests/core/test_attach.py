@@ -312,6 +312,8 @@ def test_what_cannot_be_attached(target):
     for wrapper in (torch.nn.DataParallel(target), LlamaModel(target.config), None):
         with pytest.raises(TypeError, match=f"`target` is a {type(wrapper).__name__}: give the transformers model"):
             hf_falcon.attach(wrapper, drafter)
+        with pytest.raises(TypeError, match=f"`target` is a {type(wrapper).__name__}: give the transformers model"):
+            hf_falcon.detach(wrapper)
 
 
 def test_all_copies_of_the_hook_share_what_is_attached(target, drafted, monkeypatch):
