@@ -287,12 +287,13 @@ def later(dtype):
 @pytest.mark.slow
 @needs_owner
 @needs_compiler
-def test_a_later_process_runs_them(tmp_path, monkeypatch):
+def test_a_later_process_runs_them(tmp_path, monkeypatch, recwarn):
     monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path))
     monkeypatch.setattr(compiling, "_takes_less", lambda *args: True)
     target, tokens = new_target("llama"), prompt(9)
     drafter, expected = drafter_of(target, 3), generate(target, tokens)
     assert hf_falcon.compile_rounds(target, (4,), drafter=drafter) == [4]
+    assert not [str(each.message) for each in recwarn if "treespec" in str(each.message)]
     assert compiled[target].shelf is not None and drafter in compiled[target].passes
     assert generate(target, tokens, drafter) == expected
     # Other processes, and other targets of this one, run it once it is offered.

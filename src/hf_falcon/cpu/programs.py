@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import threading
+import warnings
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -246,7 +247,10 @@ def build(
         (str(symbol), max(0, int(bounds.lower)), min(2**62, int(bounds.upper)) if bounds.upper.is_Integer else 2**62)
         for symbol, bounds in exported.range_constraints.items()
     ]
-    torch._inductor.aoti_compile_and_package(exported, package_path=str(file), inductor_configs=options)
+    with warnings.catch_warnings():
+        # Torch warns of its own copies of what was exported.
+        warnings.filterwarnings("ignore", ".*treespec, LeafSpec.* is deprecated", FutureWarning)
+        torch._inductor.aoti_compile_and_package(exported, package_path=str(file), inductor_configs=options)
     return {
         "leaves": len(leaves(module)),
         "inputs": inputs,
