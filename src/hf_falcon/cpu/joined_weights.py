@@ -97,14 +97,8 @@ def _joined(linears: list[nn.Linear], arena: Arena, with_blocks: bool) -> OneDnn
         return None
     if with_blocks and all(map(can_be_blocks, weights)):
         return TileBlocks(_side_by_side(weights), arena)
-    packed = [linear for linear in linears if isinstance(linear, PackedLinear)]
-    if (
-        len(weights) > 1
-        and len(packed) == len(weights)
-        and all(isinstance(each.packed, OneDnnLayout) for each in packed)
-    ):
-        return OneDnnLayout(_side_by_side(weights))
-    return None
+    are_packed = all(isinstance(each, PackedLinear) and isinstance(each.packed, OneDnnLayout) for each in linears)
+    return OneDnnLayout(_side_by_side(weights)) if are_packed and len(weights) > 1 else None
 
 
 def _side_by_side(weights: list[Tensor]) -> Tensor:
