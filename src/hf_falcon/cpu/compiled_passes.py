@@ -23,7 +23,7 @@ from .huge_pages import keep_in_huge_pages
 from .joined_weights import can_have_blocks
 from .kept_programs import Shelf
 from .lent_weights import LentWeights
-from .programs import kind_of
+from .programs import TensorHolder, kind_of
 
 
 @runtime_checkable
@@ -40,7 +40,7 @@ class CompilableDrafter(Protocol):
     ) -> Tensor: ...
 
 
-class PassRows:
+class PassRows(TensorHolder):
     """
     The cache of a compiled pass: all rows of each layer. The pass writes the last rows.
 

@@ -31,7 +31,7 @@ from .joined_weights import can_have_blocks
 from .kept_programs import Shelf
 from .lent_weights import LentWeights
 from .packed_layouts import has_bfloat16_products
-from .programs import kind_of, traits_of
+from .programs import TensorHolder, kind_of, traits_of
 from .row_invariant import FilledForward, is_row_invariant
 from .skinny_gemm import linears_of
 
@@ -69,7 +69,7 @@ class TreeRows(DynamicLayer):
         return self.keys.shape[-2] - self._nodes
 
 
-class LayerCache(Cache):
+class LayerCache(Cache, TensorHolder):
     """
     The cache that one decoder layer gets. It does not read the number that the layer gives, because code that reads a
     number is compiled for each layer anew.
@@ -350,7 +350,7 @@ class CompiledRounds:
         given = kwargs[CACHE_NAME]
         start = given.get_seq_length()
         slots = torch.arange(start, start + nodes, device=self._decoder.device)
-        layers = [_tree_rows(layer, nodes, slots) for layer in given.layers]
+        layers = [_tree_rows(layer, nodes, slots, self.shelf is None) for layer in given.layers]
         rows = Cache(layers=layers)
         if self._layers:
             here = self._here
@@ -455,11 +455,14 @@ def _acts(hook: Callable[..., Any]) -> bool:
     return getattr(hook, "__module__", None) != output_capturing.__name__
 
 
-def _tree_rows(layer: SlotLayer, nodes: int, slots: Tensor) -> TreeRows:
-    """The slots that a layer of a cache attends to, with room for `nodes` nodes at `slots`."""
+def _tree_rows(layer: SlotLayer, nodes: int, slots: Tensor, are_marked: bool) -> TreeRows:
+    """
+    The slots that a layer of a cache attends to, with room for `nodes` nodes at `slots`. They are marked for
+    `torch.compile`, which programs do without.
+    """
     keys, values = layer.room(nodes)
     is_static = layer.has_static_slots
-    for states in (keys, values):
+    for states in (keys, values) if are_marked else ():
         mark_rows(states, is_static)
     return TreeRows(keys, values, nodes, slots.to(keys.device) - layer.offset if is_static else None)
 

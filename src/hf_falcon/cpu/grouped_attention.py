@@ -62,7 +62,8 @@ def form_ahead(mask: Tensor, group: int) -> Tensor | None:
 
 def forms_of(mask: Tensor) -> dict[int, Tensor]:
     """The forms of a mask that exist, by the size of the group in ascending order; none for a mask without a mark."""
-    return dict(sorted(getattr(mask, _FORMS, {}).items()))
+    forms = vars(mask).get(_FORMS)
+    return dict(sorted(forms.items())) if forms else {}
 
 
 def set_forms(mask: Tensor, forms: dict[int, Tensor]) -> None:

@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import threading
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,7 @@ _NOT_OF_A_KIND = ("training", "layer_idx", "gradient_checkpointing")
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
 }
+_PLAIN = {type(None), bool, int, float, str}
 Own = TypeVar("Own")
 
 
@@ -37,13 +39,14 @@ class CannotBeBuilt(Exception):
     """A function that no program can be made of. The message says why."""
 
 
-@runtime_checkable
-class TensorHolder(Protocol):
+class TensorHolder(ABC):
     """An argument of a program that holds tensors, and else nothing that the function reads."""
 
+    @abstractmethod
     def tensors(self) -> list[Tensor]:
         """Its tensors. The program may write into them."""
 
+    @abstractmethod
     def with_tensors(self: Own, tensors: list[Tensor], rows: int) -> Own:
         """The same with other tensors, for a call with `rows` rows."""
 
@@ -104,17 +107,18 @@ def flattened(value: Any, tensors: list[Tensor]) -> Any:
     Raises:
         [`CannotBeBuilt`]: if it is, or contains, an object that a program cannot get.
     """
+    # In the order of how many there are: each layer of each round comes here.
+    if type(value) in _PLAIN:
+        return value
     if isinstance(value, Tensor):
         tensors.append(value)
         forms = forms_of(value)
         tensors.extend(forms.values())
         return ["tensor", *forms]
-    if _is_plain(value) and not isinstance(value, (list, tuple)):
-        return value
     if isinstance(value, (list, tuple)):
-        return ["list", *(flattened(each, tensors) for each in value)]
+        return ["list", *[flattened(each, tensors) for each in value]]
     if isinstance(value, dict):
-        return ["dict", *([name, flattened(each, tensors)] for name, each in value.items())]
+        return ["dict", *[[name, flattened(each, tensors)] for name, each in value.items()]]
     if isinstance(value, TensorHolder):
         held = value.tensors()
         tensors.extend(held)
@@ -345,7 +349,7 @@ def _cached(module: nn.Module) -> Iterator[MutableMapping[Any, Tensor]]:
 def _is_plain(value: object) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
-    return value is None or type(value) in (bool, int, float, str)
+    return type(value) in _PLAIN
 
 
 def _layout(tensor: Tensor) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
