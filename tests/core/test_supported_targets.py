@@ -87,6 +87,16 @@ def test_compiled(what, warnings_given):
     assert what == "layers" or "torch.compile" in warnings_given()[0]
 
 
+@pytest.mark.parametrize("part", quick(("mlp",), ["self_attn", "mlp"]))
+def test_compiled_in_part_after_a_call(part):
+    """Code of the user's may not meet what rounds make of linear layers: `torch.compile` fails in it."""
+    target = new_target("llama")
+    check(target)
+    for layer in target.model.layers:
+        getattr(layer, part).compile(backend="eager")
+    check(target)
+
+
 @pytest.mark.slow
 def test_compiled_by_inductor():
     target = copy.deepcopy(tiny_target("llama"))

@@ -393,6 +393,17 @@ def test_a_target_with_adapters_runs_uncompiled(target, backend, part):
     assert not backend.compiled
 
 
+def test_layers_that_are_compiled_in_part_run_as_they_are(backend):
+    target = new_target("llama")
+    rounds = compiled[target] = CompiledRounds(target, CompileConfig(), Shelf({"config": []}))
+    assert rounds.are_exact
+    target.model.layers[1].mlp.compile(backend="eager")
+    assert not rounds.are_exact and compiled_rounds_of(target) is None
+    with pytest.raises(ValueError, match="or are compiled already"):
+        hf_falcon.compile_rounds(target, (4,), compiled_by(backend))
+    assert not backend.compiled
+
+
 def test_targets_that_cannot_be_compiled(target):
     with pytest.raises(ValueError, match="rounds of LlamaModel cannot be compiled: it has no LM head .*ForCausalLM"):
         hf_falcon.compile_rounds(target.model)

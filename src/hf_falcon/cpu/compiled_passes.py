@@ -186,10 +186,11 @@ class CompiledPasses:
         if captures_graphs(fused.device):
             # The tree holds copies of what captured graphs returned in the pass before.
             torch.compiler.cudagraph_mark_step_begin()
-        # Only lengths change from pass to pass.
-        torch._dynamo.maybe_mark_dynamic(mask, 3)
-        for states in (states for layer in layers for states in layer):
-            mark_rows(states, cache.is_static)
+        if self.shelf is None:
+            # Only lengths change from pass to pass.
+            torch._dynamo.maybe_mark_dynamic(mask, 3)
+            for states in (states for layer in layers for states in layer):
+                mark_rows(states, cache.is_static)
         slots = None
         if cache.is_static:
             slots = torch.arange(cache.length, cache.length + self.rows, device=fused.device)

@@ -22,7 +22,7 @@ from transformers.utils import output_capturing
 
 from ..core.caches import SlotLayer
 from ..core.configuration_falcon_draft import field_of
-from ..core.target_parts import CACHE_NAME, decoder_layers, decoder_of
+from ..core.target_parts import CACHE_NAME, decoder_layers, decoder_of, is_compiled
 from .compact_weights import own_forward
 from .compiled_code import BuiltCode, CompiledCode, captures_graphs, mark_rows, write_rows
 from .compiled_passes import CompiledPasses
@@ -390,8 +390,8 @@ class CompiledRounds:
     def are_exact(self) -> bool:
         """
         Whether compiled code computes what the decoder computes: no part of it has hooks or a forward of its own,
-        which compiled code would skip, or an adapter, which can be switched off and on, it has the same layers, and
-        its weights are unchanged.
+        which compiled code would skip, or an adapter, which can be switched off and on, none is compiled by itself, it
+        has the same layers, and its weights are unchanged.
         """
         own = all(own_forward(module) in (None, mine) for module, mine in self._forwards.items())
         if self._layers:
@@ -408,6 +408,7 @@ class CompiledRounds:
             and not any(
                 (module not in self._forwards and not isinstance(own_forward(module), known))
                 or any(map(_acts, _hooks(module)))
+                or is_compiled(module)
                 for module in inner
             )
             and self._weights.are_current

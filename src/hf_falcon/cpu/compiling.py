@@ -152,7 +152,7 @@ def _compile_missing(rounds: CompiledRounds, target: PreTrainedModel, sizes: lis
     if not rounds.are_exact:
         raise ValueError(
             f"The rounds of {type(target).__name__} cannot be compiled: its layers have hooks, or forwards of their "
-            "own, as from adapters and `accelerate`. Remove these first."
+            "own, as from adapters and `accelerate`, or are compiled already. Remove these first."
         )
     if any(size not in rounds.is_faster for size in sizes):
         rounds.load()

@@ -62,7 +62,7 @@ def form_ahead(mask: Tensor, group: int) -> Tensor | None:
 
 def forms_of(mask: Tensor) -> dict[int, Tensor]:
     """The forms of a mask that exist, by the size of the group in ascending order; none for a mask without a mark."""
-    forms = vars(mask).get(_FORMS)
+    forms = getattr(mask, _FORMS, None)
     return dict(sorted(forms.items())) if forms else {}
 
 
