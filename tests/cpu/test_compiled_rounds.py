@@ -393,11 +393,11 @@ def test_a_target_with_adapters_runs_uncompiled(target, backend, part):
     assert not backend.compiled
 
 
-def test_layers_that_are_compiled_in_part_run_as_they_are(backend):
-    target = new_target("llama")
+@pytest.mark.parametrize("part", ["mlp", "head"])
+def test_layers_that_are_compiled_in_part_run_as_they_are(target, backend, part):
     rounds = compiled[target] = CompiledRounds(target, CompileConfig(), Shelf({"config": []}))
     assert rounds.are_exact
-    target.model.layers[1].mlp.compile(backend="eager")
+    (target.model.layers[1].mlp if part == "mlp" else target.lm_head).compile(backend="eager")
     assert not rounds.are_exact and compiled_rounds_of(target) is None
     with pytest.raises(ValueError, match="or are compiled already"):
         hf_falcon.compile_rounds(target, (4,), compiled_by(backend))

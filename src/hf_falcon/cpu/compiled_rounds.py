@@ -400,7 +400,9 @@ class CompiledRounds:
         if self._head in self._weights:
             own = own and own_forward(self._head) in (None, self._forward_of_head)
         inner = [module for part in self._decoder.children() for module in part.modules()]
-        own = own and not any("_active_adapter" in vars(module) for module in (*inner, *self._head.modules()))
+        own = own and not any(
+            "_active_adapter" in vars(module) or is_compiled(module) for module in (*inner, *self._head.modules())
+        )
         # Compiled code has the forwards of `row_invariant`, if it is for targets inside.
         known = (type(None), FilledForward) if self.is_row_invariant else (type(None),)
         return (
@@ -408,7 +410,6 @@ class CompiledRounds:
             and not any(
                 (module not in self._forwards and not isinstance(own_forward(module), known))
                 or any(map(_acts, _hooks(module)))
-                or is_compiled(module)
                 for module in inner
             )
             and self._weights.are_current
