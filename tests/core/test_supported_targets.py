@@ -97,6 +97,27 @@ def test_compiled_in_part_after_a_call(part):
     check(target)
 
 
+class _ScaledTogether(torch.nn.Module):
+    """A layer that is quantised dynamically: the scale of its input depends on all tokens of a forward."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, rows):
+        scale = rows.abs().max() / 7
+        return self.linear((rows / scale).round() * scale)
+
+
+def test_a_layer_in_the_middle_that_is_quantised_after_a_call(warnings_given):
+    target = new_target("llama", num_hidden_layers=3)
+    check(target)
+    mlp = target.model.layers[1].mlp
+    mlp.up_proj = _ScaledTogether(mlp.up_proj)
+    check(target, drafts=False)
+    assert "one by one" in warnings_given()[-1]
+
+
 @pytest.mark.slow
 def test_compiled_by_inductor():
     target = copy.deepcopy(tiny_target("llama"))

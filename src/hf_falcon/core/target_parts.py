@@ -267,23 +267,26 @@ def is_compiled(module: nn.Module) -> bool:
 
 def structure_of(model: PreTrainedModel) -> Hashable:
     """
-    The kinds of a model's modules and weights, which change when it is quantised, packed or adapted. It takes
-    microseconds: of the layers it reads the first and the last one.
+    The kinds of a model's modules and weights, which change when any of its layers is quantised, packed or adapted.
     """
-    layers = decoder_layers(model) or [decoder_of(model)]
-    parts = (model.get_input_embeddings(), model.get_output_embeddings(), layers[0], layers[-1])
     return tuple(
-        (_own_kind(module), type(weight), getattr(weight, "dtype", None), *map(str, map(vars(module).get, _ADAPTERS)))
-        for part in parts
-        if part is not None
-        for module in part.modules()
-        for weight in [module._parameters.get("weight")]
+        (
+            _own_kind(module),
+            type(weight),
+            getattr(weight, "dtype", None),
+            *(str(own[name]) for name in _ADAPTERS if name in own),
+        )
+        for module in model.modules()
+        for own, weight in [(vars(module), module._parameters.get("weight"))]
     )
 
 
 def _own_kind(module: nn.Module) -> type:
     """The class of a module, also while another thread's round has replaced it by a faster one."""
-    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("hf_falcon."))
+    kind = type(module)
+    if not kind.__module__.startswith("hf_falcon."):
+        return kind
+    return next(each for each in kind.__mro__ if not each.__module__.startswith("hf_falcon."))
 
 
 def rope_boundary(config: PreTrainedConfig) -> tuple[int | None, bool]:
