@@ -16,6 +16,7 @@ OTHER_LIBRARIES = {
     "_dynamo",
     "_forward_hooks",
     "_forward_pre_hooks",
+    "_has_any_global_hook",
     "_hf_hook",
     "_inductor",
     "_init_amx",

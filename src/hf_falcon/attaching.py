@@ -184,7 +184,7 @@ class AttachedDrafters:
             return False
         # Outside a forward DeepSpeed keeps parts of weights (ZeRO-3).
         head = getattr(target.get_output_embeddings(), "weight", None)
-        if head is not None and head.numel() == 0:
+        if isinstance(head, torch.Tensor) and head.numel() == 0:
             return False
         config = GenerationConfig()
         # `generate` fills in the defaults before it asks for the mode.

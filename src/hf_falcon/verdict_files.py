@@ -79,7 +79,7 @@ def _file(model: PreTrainedModel, kinds: Any) -> Path | None:
         model.dtype,
         model.device.type,
         kinds,
-        [[str(each) for each in kind] for kind in structure_of(model)],  # type: ignore[attr-defined]
+        [[str(each) for each in kind] for kind in structure_of(model)],
         (__version__, transformers_version, torch.__version__, torch.backends.cpu.get_cpu_capability()),
     )
     return cache_folder() / "targets" / f"{hashlib.sha256(repr(parts).encode()).hexdigest()[:32]}.json"

@@ -10,6 +10,9 @@ from quick import quick
 from tiny_models import VOCAB, new_drafter, new_target, prompt, tiny_drafter, tiny_target
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.generation import GenerateDecoderOnlyOutput
+from transformers.models.llama import modeling_llama
+
+import hf_falcon
 
 NEW_TOKENS = 24
 PARTS = ("model.embed_tokens", "model.layers.0", "model.layers.1", "model.norm", "model.rotary_emb", "lm_head")
@@ -35,6 +38,9 @@ def test_dynamic_int8(warnings_given):
     quantised = torch.ao.quantization.quantize_dynamic(copy.deepcopy(tiny_target("llama")), {torch.nn.Linear})
     check(quantised, drafts=False)
     assert "another result beside other rows" in warnings_given()[0]
+    expected = quantised.generate(prompt(9), max_new_tokens=NEW_TOKENS, do_sample=False)
+    hf_falcon.attach(quantised)
+    assert quantised.generate(prompt(9), max_new_tokens=NEW_TOKENS, do_sample=False).tolist() == expected.tolist()
 
 
 @pytest.fixture(scope="module")
@@ -116,6 +122,20 @@ def test_a_layer_in_the_middle_that_is_quantised_after_a_call(warnings_given):
     mlp.up_proj = _ScaledTogether(mlp.up_proj)
     check(target, drafts=False)
     assert "one by one" in warnings_given()[-1]
+
+
+def test_a_forward_of_a_class_that_is_replaced_after_a_call(monkeypatch):
+    target = new_target("llama")
+    check(target)
+    forward = modeling_llama.LlamaMLP.forward
+
+    def steered(self, rows):
+        found = forward(self, rows)
+        found[:, -1] += 1
+        return found
+
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", steered)
+    check(target, drafts=False)
 
 
 @pytest.mark.slow

@@ -16,6 +16,9 @@ from quick import one_in
 from tiny_models import TARGETS, new_target, prompt, tiny_drafter, tiny_target
 from torch import nn
 from transformers import CompileConfig, DynamicCache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.llama import modeling_llama
 from transformers.utils import output_capturing
 
 import hf_falcon
@@ -444,6 +447,39 @@ def test_layers_that_have_changed_run_uncompiled_until_they_are_compiled():
     rounds = CompiledRounds(target, CompileConfig(), Shelf({"config": []}))
     del target.model.layers[1]
     assert not rounds.are_exact
+
+
+@pytest.mark.parametrize("what", ["class", "function", "attention", "hook"])
+def test_rounds_run_uncompiled_while_a_function_is_replaced(monkeypatch, what):
+    """As libraries of kernels replace functions of all models."""
+    target = new_target("llama")
+    rounds = CompiledRounds(target, CompileConfig(), Shelf({"config": []}))
+    assert rounds.are_exact
+    if what == "class":
+        monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", lambda self, rows: self.down_proj(self.up_proj(rows)))
+    elif what == "function":
+        monkeypatch.setattr(modeling_llama, "rotate_half", lambda rows: rows)
+    elif what == "attention":
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *args, **kwargs: sdpa_attention_forward(*args))
+    else:
+        hook = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
+    assert not rounds.are_exact
+    monkeypatch.undo()
+    if what == "hook":
+        hook.remove()
+    assert rounds.are_exact
+
+
+def test_two_targets_on_one_decoder():
+    """The round of one may end while that of the other runs."""
+    targets = new_target("llama"), new_target("llama", seed=5)
+    targets[1].model = targets[0].model
+    rounds = [CompiledRounds(target, CompileConfig()) for target in targets]
+    for each in (*rounds, *rounds):
+        each._enter()
+    for each in (*rounds, *rounds):
+        each._leave()
+    assert not any("forward" in vars(module) for target in targets for module in target.modules())
 
 
 def test_another_attribute_is_compiled_for(backend):

@@ -167,9 +167,9 @@ def _kinds_of(model_kwargs: Mapping[str, Any]) -> Hashable:
 
 
 def _state_of(model: PreTrainedModel) -> Hashable:
-    """What a verdict depends on beside the call."""
+    """What a verdict depends on beside the call. Libraries replace forwards of classes, too."""
     decoder, layers = decoder_of(model), decoder_layers(model)
-    device = model.device.type
+    device, structure = model.device.type, structure_of(model)
     return (
         attention_implementation(model.config.get_text_config(decoder=True)),
         model.dtype,
@@ -180,7 +180,8 @@ def _state_of(model: PreTrainedModel) -> Hashable:
         _identity(model, decoder.forward),
         _identity(model, model.prepare_inputs_for_generation),
         tuple(is_compiled(module) for module in (model, decoder, *layers)),
-        structure_of(model),
+        frozenset(_by_identity(kind.forward) for kind, *_ in structure),
+        (structure, bool(torch.nn.modules.module._has_any_global_hook())),
         tuple(itertools.chain.from_iterable(changes_of(model, module) for module in model.modules())),
     )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -265,28 +265,21 @@ def is_compiled(module: nn.Module) -> bool:
     return compiled_forward or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def structure_of(model: PreTrainedModel) -> Hashable:
+def structure_of(model: PreTrainedModel) -> tuple[tuple[Any, ...], ...]:
     """
-    The kinds of a model's modules and weights, which change when any of its layers is quantised, packed or adapted.
+    The kinds of a model's modules and weights, which change when any of its layers is quantised, packed or adapted:
+    first the class of a module, each time.
     """
     return tuple(
-        (
-            _own_kind(module),
-            type(weight),
-            getattr(weight, "dtype", None),
-            *(str(own[name]) for name in _ADAPTERS if name in own),
-        )
+        (_own_kind(module), type(weight), getattr(weight, "dtype", None), str([*map(vars(module).get, _ADAPTERS)]))
         for module in model.modules()
-        for own, weight in [(vars(module), module._parameters.get("weight"))]
+        for weight in [module._parameters.get("weight")]
     )
 
 
 def _own_kind(module: nn.Module) -> type:
     """The class of a module, also while another thread's round has replaced it by a faster one."""
-    kind = type(module)
-    if not kind.__module__.startswith("hf_falcon."):
-        return kind
-    return next(each for each in kind.__mro__ if not each.__module__.startswith("hf_falcon."))
+    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("hf_falcon."))
 
 
 def rope_boundary(config: PreTrainedConfig) -> tuple[int | None, bool]:

@@ -22,7 +22,10 @@ from transformers.utils import output_capturing
 
 from ..core.caches import SlotLayer
 from ..core.configuration_falcon_draft import field_of
+from ..core.hook import attention_implementation
 from ..core.target_parts import CACHE_NAME, decoder_layers, decoder_of, is_compiled
+from ..private_names import attention_function
+from .code_digest import functions_of
 from .compact_weights import own_forward
 from .compiled_code import BuiltCode, CompiledCode, captures_graphs, mark_rows, write_rows
 from .compiled_passes import CompiledPasses
@@ -164,6 +167,7 @@ class CompiledRounds:
         self._layers = [] if is_whole else layers
         self.shelf = shelf if self._layers else None
         self._traits = list(map(traits_of, self._layers))
+        self._functions = self._functions_now()
         # Whether they were loaded without a call of `compile_rounds`.
         self.is_kept = False
         # The forwards of modules in rounds.
@@ -338,7 +342,8 @@ class CompiledRounds:
             self._users -= 1
             if self._users == 0:
                 for module in self._forwards:
-                    del vars(module)["forward"]
+                    # Targets that share a decoder share its modules.
+                    vars(module).pop("forward", None)
                 if vars(self._head).get("forward") is self._forward_of_head:
                     del vars(self._head)["forward"]
 
@@ -391,7 +396,7 @@ class CompiledRounds:
         """
         Whether compiled code computes what the decoder computes: no part of it has hooks or a forward of its own,
         which compiled code would skip, or an adapter, which can be switched off and on, none is compiled by itself, it
-        has the same layers, and its weights are unchanged.
+        has the same layers, its weights are unchanged, and no function that it calls was replaced.
         """
         own = all(own_forward(module) in (None, mine) for module, mine in self._forwards.items())
         if self._layers:
@@ -413,7 +418,14 @@ class CompiledRounds:
                 for module in inner
             )
             and self._weights.are_current
+            and self._functions == self._functions_now()
+            and not torch.nn.modules.module._has_any_global_hook()
         )
+
+    def _functions_now(self) -> frozenset[Any]:
+        kinds = {type(module) for module in self._decoder.modules()}
+        config = self._decoder.config.get_text_config(decoder=True)
+        return functions_of(kinds, [attention_function(attention_implementation(config))])
 
 
 def _pays_as_a_whole(target: PreTrainedModel, layers: Iterable[nn.Module]) -> bool:
