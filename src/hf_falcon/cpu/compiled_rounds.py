@@ -423,9 +423,11 @@ class CompiledRounds:
         )
 
     def _functions_now(self) -> frozenset[Any]:
-        kinds = {type(module) for module in self._decoder.modules()}
-        config = self._decoder.config.get_text_config(decoder=True)
-        return functions_of(kinds, [attention_function(attention_implementation(config))])
+        decoder = self._decoder
+        # Of the decoder itself its forward is enough: there are hundreds of other methods.
+        kinds = {type(module) for module in decoder.modules() if module is not decoder}
+        attention = attention_implementation(decoder.config.get_text_config(decoder=True))
+        return functions_of(kinds, [type(decoder).forward, attention_function(attention)])
 
 
 def _pays_as_a_whole(target: PreTrainedModel, layers: Iterable[nn.Module]) -> bool:
