@@ -243,6 +243,22 @@ def test_new_values_unpack(tied):
     assert {each.dtype for each in target.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.parametrize("what", ["tied", "assigned"])
+def test_another_weight_unpacks(what):
+    target, expected = fresh(), fresh()
+    hf_falcon.pack_weights(target)
+    for each in (target, expected):
+        if what == "tied":
+            each.config.tie_word_embeddings = True
+            each.tie_weights()
+        else:
+            each.lm_head.weight = nn.Parameter(each.get_input_embeddings().weight.detach().clone())
+    assert type(target.lm_head) is nn.Linear
+    assert (target.lm_head.weight is target.get_input_embeddings().weight) == (what == "tied")
+    hf_falcon.unpack_weights(target)
+    assert equal_states(target.state_dict(), expected.state_dict())
+
+
 def test_contexts_nest():
     target, drafter = fresh(), copy.deepcopy(tiny_drafter(tiny_target("llama")))
     with hf_falcon.packed_weights(target):

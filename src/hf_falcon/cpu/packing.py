@@ -76,6 +76,12 @@ class PackedLinear(nn.Linear):
         del self.packed, self.unpacked_parameter
         self.__class__ = nn.Linear  # type: ignore[assignment]
 
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        # Assignment of a parameter comes here. Another weight, such as one to tie to, makes it an ordinary layer.
+        if name == "weight" and param is not self.unpacked_parameter and not isinstance(param, PackedWeight):
+            self.unpack()
+        nn.Linear.register_parameter(self, name, param)
+
     @property
     def _gave_up_dense(self) -> bool:
         return self.weight is not self.unpacked_parameter
@@ -115,8 +121,8 @@ def pack_weights(model: nn.Module) -> None:
     other modules share, such as an embedding tied to the LM head, is kept in both forms. Weights that are mapped from
     a checkpoint's file leave memory when the system needs it. On Linux 6.1 or later packed weights move to huge pages;
     the rest of a page that weights do not fill then counts as used memory. `state_dict`, `save_pretrained` and copies
-    have ordinary weights; `.to()` and `load_state_dict` unpack the layers that they change. In bfloat16 the outputs
-    stay the same to the bit; in float32 they differ by rounding.
+    have ordinary weights; `.to()`, `load_state_dict` and an assignment of another `weight` unpack the layers that they
+    change. In bfloat16 the outputs stay the same to the bit; in float32 they differ by rounding.
 
     Do not train the model or change its weights while they are packed. No other thread may run the model during the
     packing or unpacking itself. Threads may share a packed model.
