@@ -15,9 +15,8 @@ from counting_compiler import Backend, compiled_by, drafter_of, generate, slow, 
 from quick import one_in
 from tiny_models import TARGETS, new_target, prompt, tiny_drafter, tiny_target
 from torch import nn
-from transformers import CompileConfig, DynamicCache
+from transformers import AttentionInterface, CompileConfig, DynamicCache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 from transformers.utils import output_capturing
 
@@ -460,13 +459,16 @@ def test_rounds_run_uncompiled_while_a_function_is_replaced(monkeypatch, what):
     elif what == "function":
         monkeypatch.setattr(modeling_llama, "rotate_half", lambda rows: rows)
     elif what == "attention":
-        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, "sdpa", lambda *args, **kwargs: sdpa_attention_forward(*args))
+        AttentionInterface.register("sdpa", lambda *args, **kwargs: sdpa_attention_forward(*args, **kwargs))
     else:
         hook = nn.modules.module.register_module_forward_hook(lambda module, args, output: None)
-    assert not rounds.are_exact
-    monkeypatch.undo()
-    if what == "hook":
-        hook.remove()
+    try:
+        assert not rounds.are_exact
+    finally:
+        monkeypatch.undo()
+        AttentionInterface.register("sdpa", sdpa_attention_forward)
+        if what == "hook":
+            hook.remove()
     assert rounds.are_exact
 
 
