@@ -38,7 +38,6 @@ from .target_parts import (
     SLIDING,
     TOKEN_TYPES,
     cached_tokens,
-    decoder_layers,
     decoder_of,
     extra_inputs,
     first_step,
@@ -168,8 +167,8 @@ def _kinds_of(model_kwargs: Mapping[str, Any]) -> Hashable:
 
 def _state_of(model: PreTrainedModel) -> Hashable:
     """What a verdict depends on beside the call. Libraries replace forwards of classes, too."""
-    decoder, layers = decoder_of(model), decoder_layers(model)
-    device, structure = model.device.type, structure_of(model)
+    decoder, structure = decoder_of(model), structure_of(model)
+    device = model.device.type
     return (
         attention_implementation(model.config.get_text_config(decoder=True)),
         model.dtype,
@@ -179,7 +178,6 @@ def _state_of(model: PreTrainedModel) -> Hashable:
         _identity(model, model.forward),
         _identity(model, decoder.forward),
         _identity(model, model.prepare_inputs_for_generation),
-        tuple(is_compiled(module) for module in (model, decoder, *layers)),
         frozenset(_by_identity(kind.forward) for kind, *_ in structure),
         (structure, bool(torch.nn.modules.module._has_any_global_hook())),
         tuple(itertools.chain.from_iterable(changes_of(model, module) for module in model.modules())),

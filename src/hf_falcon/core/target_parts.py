@@ -267,13 +267,13 @@ def is_compiled(module: nn.Module) -> bool:
 
 def structure_of(model: PreTrainedModel) -> tuple[tuple[Any, ...], ...]:
     """
-    The kinds of a model's modules and weights, which change when any of its layers is quantised, packed or adapted:
-    first the class of a module, each time.
+    The kinds of a model's modules and weights, which change when any of them is quantised, packed, adapted or compiled
+    in place: first the class of a module, each time.
     """
     return tuple(
-        (_own_kind(module), type(weight), getattr(weight, "dtype", None), str([*map(vars(module).get, _ADAPTERS)]))
+        (_own_kind(module), type(weight), getattr(weight, "dtype", None), str(adapters), is_compiled(module))
         for module in model.modules()
-        for weight in [module._parameters.get("weight")]
+        for weight, adapters in [(module._parameters.get("weight"), [*map(vars(module).get, _ADAPTERS)])]
     )
 
 

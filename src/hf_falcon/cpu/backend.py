@@ -7,14 +7,13 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property, partial
-from typing import NamedTuple
 
 from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from ..core.configuration_falcon_draft import field_of
 from ..core.interfaces import Drafter, DrafterAcceleration, DraftHead, TargetAcceleration, register_part
-from ..core.target_parts import decoder_layers, is_compiled, structure_of
+from ..core.target_parts import structure_of
 from .busy_cores import busy_cores
 from .compiled_code import captures_graphs
 from .compiled_rounds import CompiledRounds
@@ -25,27 +24,11 @@ from .packing import is_packed
 from .row_invariant import is_row_invariant
 from .skinny_gemm import SkinnyLinears, is_suited, linears_of, skinny_gemm, widening
 
+# The layers of each target that run faster in rounds, as long as its structure stays.
+_linears: weakref.WeakKeyDictionary[PreTrainedModel, tuple[Hashable, SkinnyLinears]] = weakref.WeakKeyDictionary()
 # Runs of a drafter's layers or head after which its weights move to huge pages: the move took 0.1 to 0.2 s, and a run
 # gained 0.1 to 0.5 ms by it.
 _RUNS_BEFORE_MOVE = 512
-
-
-class _Known(NamedTuple):
-    """What was found out about a target."""
-
-    structure: Hashable
-    # The layers that run faster in rounds, and whether the user has compiled parts of the decoder layers.
-    linears: SkinnyLinears
-    parts: list[nn.Module]
-    are_compiled: list[bool]
-
-    def is_current(self, structure: Hashable) -> bool:
-        # Weights may have other shapes, or be elsewhere, without being other objects.
-        is_same = self.structure == structure and all(map(is_suited, self.linears))
-        return is_same and list(map(is_compiled, self.parts)) == self.are_compiled
-
-
-_known: weakref.WeakKeyDictionary[PreTrainedModel, _Known] = weakref.WeakKeyDictionary()
 
 
 class CpuTarget(TargetAcceleration):
@@ -167,13 +150,13 @@ class CpuBackend:
 
 
 def _linears_of_target(target: PreTrainedModel) -> SkinnyLinears:
-    """See [`linears_of`]. A walk over all modules in every call would take longer than some steps."""
+    """See [`linears_of`], which takes longer than to see that nothing has changed."""
     structure = structure_of(target), target.device.type
-    known = _known.get(target)
-    if known is None or not known.is_current(structure):
-        parts = [part for layer in decoder_layers(target) for part in layer.modules()]
-        _known[target] = known = _Known(structure, linears_of(target), parts, list(map(is_compiled, parts)))
-    return known.linears
+    known = _linears.get(target)
+    # Weights may have other shapes, or be elsewhere, without being other objects.
+    if known is None or known[0] != structure or not all(map(is_suited, known[1])):
+        _linears[target] = known = structure, linears_of(target)
+    return known[1]
 
 
 def _shares_keys(target: PreTrainedModel) -> bool:
