@@ -20,7 +20,7 @@ from hf_falcon.cpu.backend import CpuBackend
 from hf_falcon.cpu.compact_weights import own_forward
 from hf_falcon.cpu.packed_layouts import has_bfloat16_products
 from hf_falcon.cpu.packing import PackedLinear
-from hf_falcon.cpu.row_invariant import FilledForward, least_rows, row_invariant_sdpa
+from hf_falcon.cpu.row_invariant import RowInvariantForward, alike_rows, row_invariant_sdpa, scoring_rows
 from hf_falcon.cpu.uncompiled_sums import leave_sums_uncompiled
 from hf_falcon.private_names import sdpa_attention_forward
 
@@ -126,7 +126,7 @@ def kept_if_slower(monkeypatch):
 @pytest.mark.parametrize(("name", "dtype"), one_in(2, ["gemma3", "llama"], [torch.float16, torch.bfloat16]))
 def test_rounds_that_are_compiled_inside(name, dtype, kept_if_slower, monkeypatch):
     # As on processors where each product fills up rows.
-    monkeypatch.setattr(row_invariant, "least_rows", lambda *product: max(2, least_rows(*product)))
+    monkeypatch.setattr(row_invariant, "alike_rows", lambda *product: alike_rows(*product)[1:])
     target, ids, sizes = low(name, dtype, **LARGE), prompt(20), (1, 4, 13)
     backend = Backend()
     with hf_falcon.row_invariant(target), hf_falcon.compiled_rounds(target, sizes, compiled_by(backend)) as used:
@@ -240,28 +240,100 @@ def test_every_module_is_exact(is_tree):
     assert outside[0].is_exact and not all(each.is_exact for each in outside)
 
 
-@pytest.mark.parametrize("sizes", [(1536, 32), (32, 64), (2048, 1)])
-def test_few_rows_are_filled_up(sizes):
-    least = least_rows(*sizes, torch.bfloat16)
-    if least == 1:
-        pytest.skip("here the product of a row does not depend on how many there are")
+@pytest.mark.parametrize("sizes", [(1536, 32), (32, 64), (2048, 1), (576, 576)])
+@torch.no_grad()
+def test_rows_do_not_depend_on_their_number(sizes):
     torch.manual_seed(0)
-    layer, rows = torch.nn.Linear(*sizes).bfloat16(), torch.randn(1, 40, sizes[0]).bfloat16()
-    filled, expected = FilledForward(layer, least), layer(rows)
-    assert least <= 4
-    for count in (1, 2, 3, 5, 40):
-        found = filled(rows[:, :count])
-        assert found.shape == (1, count, sizes[1]) and torch.equal(found, expected[:, :count])
+    layer, rows = torch.nn.Linear(*sizes).bfloat16(), torch.randn(1, 300, sizes[0]).bfloat16()
+    forward = RowInvariantForward(layer, alike_rows(*sizes, torch.bfloat16))
+    with scoring_rows():
+        expected = forward(rows)
+        for count in (1, 2, 3, 5, 40, 100):
+            found = forward(rows[:, :count])
+            assert found.shape == (1, count, sizes[1]) and torch.equal(found, expected[:, :count])
 
 
-def test_rows_of_a_large_product():
-    """Some processors must fill them up, and others not; the number of threads counts as well."""
-    least = least_rows(576, 576, torch.bfloat16)
-    torch.manual_seed(0)
-    layer, rows = torch.nn.Linear(576, 576).bfloat16(), torch.randn(1, 40, 576).bfloat16()
-    forward, expected = layer if least == 1 else FilledForward(layer, least), layer(rows)
-    for count in (1, 2, 3, 5, 40):
-        assert torch.equal(forward(rows[:, :count]), expected[:, :count])
+class Products(torch.nn.Linear):
+    """Keeps the number of rows of each product."""
+
+    def forward(self, input):
+        vars(self).setdefault("rows", []).append(input.numel() // self.in_features)
+        return super().forward(input)
+
+
+@pytest.mark.parametrize(
+    ("rows", "products"),
+    [(range(4, 9), {3: [4], 4: [4], 8: [8], 9: [8, 4], 16: [8, 8]}), (range(1, 2), {1: [1], 3: [1, 1, 1]})],
+    ids=["few", "one"],
+)
+@torch.no_grad()
+def test_few_rows_are_filled_up_and_many_parted(rows, products):
+    layer = Products(6, 5)
+    forward, states = RowInvariantForward(layer, rows), torch.randn(2, 8, 6)
+    for count, expected in products.items():
+        states = torch.randn(1, count, 6)
+        with scoring_rows():
+            found = forward(states)
+        assert vars(layer).pop("rows") == expected
+        torch.testing.assert_close(found, layer(states))
+        del vars(layer)["rows"]
+
+
+@torch.no_grad()
+def test_only_prompts_are_not_parted():
+    layer = Products(6, 5)
+    forward = RowInvariantForward(layer, range(2, 5))
+    # A step of plain decoding of 9 rows; prompts of 9 tokens in all, and of one.
+    forward(torch.randn(9, 1, 6))
+    assert vars(layer).pop("rows") == [4, 4, 2]
+    forward(torch.randn(3, 3, 6))
+    forward(torch.randn(1, 1, 6))
+    assert vars(layer).pop("rows") == [9, 2]
+
+
+@pytest.mark.parametrize(
+    ("alike", "rows"),
+    [
+        ([range(1, 257)], range(1, 257)),
+        ([range(1, 2), range(2, 33), range(33, 257)], range(2, 33)),
+        ([range(1, 9), range(9, 257)], range(10, 257)),
+        # Of none there are enough.
+        ([range(each, each + 9) for each in range(1, 257, 9)], range(28, 37)),
+        ([range(each, each + 1) for each in range(1, 257)], range(1, 2)),
+    ],
+)
+def test_the_smallest_numbers_of_rows_suffice(alike, rows, monkeypatch):
+    class_of = {size: number for number, sizes in enumerate(alike) for size in sizes}
+
+    def linear(part, weight):
+        return torch.full((part.shape[0], 1), float(class_of[part.shape[0]]))
+
+    monkeypatch.setattr(row_invariant.F, "linear", linear)
+    assert alike_rows.__wrapped__(6, 5, torch.float16) == rows
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_large_trees_and_batches(name, monkeypatch):
+    """Where more than a few rows are added up in another order, as with AMX."""
+
+    def linear(input, weight, bias=None):
+        product = stock(input, weight, bias)
+        is_large = input.dtype == torch.bfloat16 and input.numel() // input.shape[-1] > 32
+        return product * 1.01 if is_large else product
+
+    target, ids = low(name, **LARGE), random_tokens(3, 40)
+    drafter = tiny_drafter(target)
+    stock = torch.nn.functional.linear
+    monkeypatch.setattr(torch.nn.functional, "linear", linear)
+    alike_rows.cache_clear()
+    settings = {"num_assistant_tokens": 60, "assistant_confidence_threshold": 0.0}
+    with hf_falcon.row_invariant(target):
+        for prompts in (ids[:1], ids):
+            plain = generate(target, prompts)
+            found = generate(target, prompts, drafter, **settings)
+            assert found.draft_statistics.drafted_tokens > 100
+            assert found.sequences.tolist() == plain.sequences.tolist()
+    alike_rows.cache_clear()
 
 
 def test_copies_are_ordinary():
@@ -369,7 +441,7 @@ def test_what_cannot_be_entered_leaves_nothing(monkeypatch):
 
     target = low("llama")
     with monkeypatch.context() as patch:
-        patch.setattr(row_invariant, "least_rows", interrupted)
+        patch.setattr(row_invariant, "alike_rows", interrupted)
         with pytest.raises(KeyboardInterrupt), hf_falcon.row_invariant(target):
             pass
     assert not row_invariant.is_row_invariant(target)
@@ -378,18 +450,18 @@ def test_what_cannot_be_entered_leaves_nothing(monkeypatch):
 
 def test_no_rows_stay_no_rows():
     linear = torch.nn.Linear(8, 4)
-    assert FilledForward(linear, 2)(torch.empty(3, 0, 8)).shape == (3, 0, 4)
+    assert RowInvariantForward(linear, range(2, 33))(torch.empty(3, 0, 8)).shape == (3, 0, 4)
 
 
 def test_a_copy_takes_what_an_ordinary_model_takes(monkeypatch):
     # On some processors no product has to be filled up.
-    monkeypatch.setattr(row_invariant, "least_rows", lambda *args: 2)
+    monkeypatch.setattr(row_invariant, "alike_rows", lambda *args: range(2, 33))
     target = low("llama", **LARGE)
     with hf_falcon.row_invariant(target):
         other = copy.deepcopy(target)
         assert own_forward(target.lm_head) is not None and own_forward(other.lm_head) is None
     with hf_falcon.row_invariant(other):
-        assert isinstance(vars(other.lm_head)["forward"], FilledForward)
+        assert isinstance(vars(other.lm_head)["forward"], RowInvariantForward)
     # Not every processor packs weights in bfloat16.
     hf_falcon.pack_weights(other.float())
     assert isinstance(other.lm_head, PackedLinear) and "forward" not in vars(other.lm_head)

@@ -16,7 +16,7 @@ from transformers import CompileConfig
 from .joined_weights import one_product_each
 from .kept_programs import Shelf
 from .programs import CannotBeBuilt, Program, build, flattened, kind_of, tensors_of
-from .row_invariant import FilledForward
+from .row_invariant import RowInvariantForward
 from .tile_blocks import teach_compiler, tiles_pay
 
 
@@ -224,7 +224,7 @@ def _kept_guards(entries: Sequence[Any]) -> list[bool]:
     [`row_invariant`] is. Each layer has its own there, and layers share code; its class and its number of rows count.
     """
     kept = torch.compiler.skip_guard_on_globals_unsafe(entries)
-    own = (isinstance(each.value, FilledForward) and each.guard_type == "CLOSURE_MATCH" for each in entries)
+    own = (isinstance(each.value, RowInvariantForward) and each.guard_type == "CLOSURE_MATCH" for each in entries)
     return [keep and not is_own for keep, is_own in zip(kept, own)]
 
 

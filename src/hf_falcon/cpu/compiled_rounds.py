@@ -35,7 +35,7 @@ from .kept_programs import Shelf
 from .lent_weights import LentWeights
 from .packed_layouts import has_bfloat16_products
 from .programs import TensorHolder, kind_of, traits_of
-from .row_invariant import FilledForward, is_row_invariant
+from .row_invariant import RowInvariantForward, is_row_invariant
 from .skinny_gemm import linears_of
 
 # The largest number of parameters of decoder layers that are compiled together. A forward of a larger decoder takes so
@@ -409,7 +409,7 @@ class CompiledRounds:
             "_active_adapter" in vars(module) or is_compiled(module) for module in (*inner, *self._head.modules())
         )
         # Compiled code has the forwards of `row_invariant`, if it is for targets inside.
-        known = (type(None), FilledForward) if self.is_row_invariant else (type(None),)
+        known = (type(None), RowInvariantForward) if self.is_row_invariant else (type(None),)
         return (
             own
             and not any(

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from .compact_weights import LentWeight, ordinary_linear, own_forward
 from .huge_pages import move_to_huge_pages
 from .packed_layouts import BlockLayout, OneDnnLayout, PackedWeight, has_bfloat16_products, layout_of
-from .row_invariant import FilledForward
+from .row_invariant import RowInvariantForward
 
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -228,7 +228,7 @@ def _packable(model: nn.Module) -> list[nn.Linear]:
 
 def _is_plain(module: nn.Module) -> bool:
     """Whether a module is exactly `torch.nn.Linear`: no subclass, no other forward, an ordinary weight."""
-    if type(module) is not nn.Linear or not isinstance(own_forward(module), (type(None), FilledForward)):
+    if type(module) is not nn.Linear or not isinstance(own_forward(module), (type(None), RowInvariantForward)):
         return False
     return type(module._parameters.get("weight")) is nn.Parameter
 

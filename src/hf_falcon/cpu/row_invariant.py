@@ -5,9 +5,10 @@ rounds differently from forwards over one token, because kernels add in another 
 
 - attention. Here it adds in float64. The order then changes a sum by some 1e-16 of its size, which the rounding to 16
   bits removes. No mask, no place in the cache and no number of rows matters any more.
-- products of few rows. oneDNN adds up a single row in blocks of 512 inputs, and several rows in blocks of 1,024; and
-  torch computes very small products itself. Here few rows are filled up to a number from which on nothing changes,
-  mostly two, which takes as long. Other devices choose kernels by shape, so few rows are filled up to one shape there.
+- products. oneDNN adds up a single row in blocks of 512 inputs, and several rows in blocks of 1,024; with AMX, it adds
+  up to 32 rows up in another order than more; and torch computes very small products itself. Here fewer rows are
+  filled up, mostly to two, which takes as long, and more are multiplied in parts. Other devices choose kernels by
+  shape, so all parts have one shape there.
 """
 
 from __future__ import annotations
@@ -29,15 +30,20 @@ from ..core.target_parts import decoder_of
 from ..private_names import replace_sdpa, sdpa_attention_forward
 from .compact_weights import own_forward
 from .grouped_attention import OTHER_ARGUMENTS, grouped_sdpa
+from .packed_layouts import OneDnnLayout, has_bfloat16_products
 
 _DTYPES = (torch.bfloat16, torch.float16)
-# Rows that few rows are filled up to on devices other than a CPU: of larger trees, rows depend on their number.
-_ROWS_ON_DEVICES = 64
+# The numbers of rows of a product on devices other than a CPU.
+_ROWS_ON_DEVICES = range(64, 65)
 # A forward of more tokens than these is a prompt's, which plain and assisted decoding run alike.
 _MOST_ROWS = 256
-# Numbers of rows that are compared, and outputs of the weight that it is done with: more change no order.
-_SIZES = (1, 2, 3, 4, 5, 6, 8, 12, 16, 17, 24, 32, 48, 64)
-_MOST_OUTPUTS = 512
+# Numbers of rows that are compared; and how many of them that are alike suffice, which is a usual tree.
+_SIZES = (*range(1, 9), 10, 12, 14, 16, 17, 20, 24, 28, 31, 32, 33, 36, 40, 48, 56, 64, 96, 128, 192, 256)
+_ENOUGH = 16
+# Values of the weight that it is done with, at most: without instructions for its dtype a product of it takes long.
+_MOST_VALUES, _MOST_SLOW_VALUES = 1 << 26, 1 << 22
+# Its outputs that differ from each other.
+_OUTPUTS = 512
 # An attribute of masks: their forms in float64 for groups of heads, by the size of the group.
 _FORMS = "_hf_falcon_wide"
 # Keys and values in float64, by thread: new memory of that size for every layer would take longer than attention.
@@ -49,31 +55,62 @@ _users: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDiction
 _modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
-class FilledForward:
+class _Here(threading.local):
+    """Of this thread: whether the target scores trees."""
+
+    scores = False
+
+
+_here = _Here()
+
+
+class RowInvariantForward:
     """
-    The forward of a linear layer that fills up few rows. A copy of the layer has the layer's own forward.
+    The forward of a linear layer whose rows do not depend on their number. A prompt's forward is as it is: plain and
+    assisted decoding run it alike. A copy of the layer has the layer's own forward.
 
     Args:
         linear (`torch.nn.Linear`): the layer, packed or not.
-        least_rows (`int`): the number of rows that fewer are filled up to.
+        rows (`range`): the numbers of rows of its products; see [`alike_rows`].
     """
 
-    def __init__(self, linear: nn.Linear, least_rows: int):
-        self._linear, self._least_rows = linear, least_rows
+    def __init__(self, linear: nn.Linear, rows: range):
+        self._linear, self._least, self._most = linear, rows[0], rows[-1]
 
     def __call__(self, input: Tensor) -> Tensor:
         linear = self._linear
         forward: Callable[[Tensor], Tensor] = partial(type(linear).forward, linear)
         rows = input.numel() // linear.in_features
-        if rows == 0 or rows >= self._least_rows:
+        if rows == 0 or self._least <= rows <= self._most or (rows > self._most and not _is_step(input)):
             return forward(input)
-        flat = input.reshape(rows, -1)
-        filled = torch.cat((flat, flat[:1].expand(self._least_rows - rows, -1)))
-        return forward(filled)[:rows].view(*input.shape[:-1], -1)
+        parts = input.reshape(rows, -1).split(self._most)
+        outputs = [forward(self._filled(part))[: part.shape[0]] for part in parts]
+        return torch.cat(outputs).view(*input.shape[:-1], -1)
+
+    def _filled(self, rows: Tensor) -> Tensor:
+        missing = self._least - rows.shape[0]
+        return torch.cat((rows, rows[:1].expand(missing, -1))) if missing > 0 else rows
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copy has no attributes yet when this is called for it.
         return getattr, (self._linear, "forward")
+
+
+def _is_step(input: Tensor) -> bool:
+    """Whether a layer's input is of a round, or of a step of plain decoding, rather than of a prompt."""
+    # Code is compiled for rounds only.
+    return torch.compiler.is_compiling() or _here.scores or (input.dim() > 2 and input.shape[-2] == 1)
+
+
+@contextmanager
+def scoring_rows() -> Iterator[None]:
+    """Inside, targets of this thread score trees."""
+    before = _here.scores
+    _here.scores = True
+    try:
+        yield
+    finally:
+        _here.scores = before
 
 
 @contextmanager
@@ -93,8 +130,7 @@ def row_invariant(target: PreTrainedModel) -> Iterator[None]:
     run inside, and those that were compiled outside run outside.
     `hf-falcon doctor --exactness` shows what differs, by module.
 
-    On devices other than a CPU every product of up to 64 rows has one shape: a round may have 64 tokens of all rows
-    of a batch together. That was tried on a simulated device only.
+    On devices other than a CPU every product has 64 rows. That was tried on a simulated device only.
 
     Args:
         target ([`PreTrainedModel`]): a target with "sdpa" attention, on a device with float64.
@@ -136,28 +172,49 @@ def is_row_invariant(target: PreTrainedModel) -> bool:
 
 
 @cache
-def least_rows(in_features: int, out_features: int, dtype: torch.dtype) -> int:
+def alike_rows(in_features: int, out_features: int, dtype: torch.dtype) -> range:
     """
-    From how many rows on the product of a row with a weight does not depend on their number. It is measured, on sums
-    that nearly cancel, where another order shows in most values; 1 if no number will do.
+    Numbers of rows with which the product of each row has the same bits, with the weight as it is as well as packed:
+    the smallest numbers that suffice for usual trees, or the longest range there is. They are measured, on sums that
+    nearly cancel, where another order shows in most values.
     """
+    rows, weight = _rows_and_weight(in_features, out_features, dtype)
+    ways: list[Callable[[Tensor], Tensor]] = [lambda part: F.linear(part, weight)]
+    if dtype == torch.bfloat16 and has_bfloat16_products():
+        packed = OneDnnLayout(weight)
+        ways.append(lambda part: packed.product(part, None))
+    ranges: list[range] = []
+    before: list[Tensor] = []
+    for size in _SIZES:
+        products = [way(rows[:size]) for way in ways]
+        if all(map(_starts_with, products, before)) and ranges:
+            ranges[-1] = range(ranges[-1].start, size + 1)
+        else:
+            ranges.append(range(size, size + 1))
+        before = products
+    return next((each for each in ranges if len(each) >= _ENOUGH), max(ranges, key=len))
+
+
+def _rows_and_weight(in_features: int, out_features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Rows, and a weight of that many outputs, whose products nearly cancel."""
     generator = torch.Generator().manual_seed(0)
     half = in_features // 2
     order = torch.randperm(half, generator=generator)
     parts = []
-    for sign, count in ((-1, _SIZES[-1]), (1, min(out_features, _MOST_OUTPUTS))):
+    for sign, count in ((-1, _SIZES[-1]), (1, min(out_features, _OUTPUTS))):
         part = torch.randn(count, in_features, generator=generator)
         part[:, half : 2 * half] = sign * part[:, order]
         parts.append(part.to(dtype))
     rows, weight = parts
-    products = [F.linear(rows[:size], weight) for size in _SIZES]
-    # From the largest number down, as long as the first rows have the same products.
-    least = _SIZES[-1]
-    for size, product in zip(reversed(_SIZES), reversed(products)):
-        if not torch.equal(product, products[-1][:size]):
-            break
-        least = size
-    return least if least < _SIZES[-1] else 1
+    # The number of outputs decides how oneDNN adds up as well.
+    is_fast = dtype == torch.bfloat16 and has_bfloat16_products()
+    most = (_MOST_VALUES if is_fast else _MOST_SLOW_VALUES) // in_features
+    outputs = max(len(weight), min(out_features, most))
+    return rows, weight.repeat(-(-outputs // len(weight)), 1)[:outputs]
+
+
+def _starts_with(product: Tensor, before: Tensor) -> bool:
+    return torch.equal(product[: len(before)], before)
 
 
 def row_invariant_sdpa(
@@ -255,11 +312,11 @@ def _fill_up(target: PreTrainedModel) -> None:
         _modules.add(module)
         if not isinstance(module, nn.Linear) or own_forward(module) is not None:
             continue
-        least = _ROWS_ON_DEVICES
+        rows = _ROWS_ON_DEVICES
         if module.weight.device.type == "cpu":
-            least = least_rows(module.in_features, module.out_features, module.weight.dtype)
-        if least > 1:
-            vars(module)["forward"] = FilledForward(module, least)
+            rows = alike_rows(module.in_features, module.out_features, module.weight.dtype)
+        if rows != range(1, _SIZES[-1] + 1):
+            vars(module)["forward"] = RowInvariantForward(module, rows)
 
 
 def _leave(target: PreTrainedModel) -> None:
@@ -274,7 +331,7 @@ def _restore(target: PreTrainedModel) -> None:
     del _users[target]
     for module in target.modules():
         _modules.discard(module)
-        if isinstance(vars(module).get("forward"), FilledForward):
+        if isinstance(vars(module).get("forward"), RowInvariantForward):
             del vars(module)["forward"]
     if not _users:
         _wide.clear()
