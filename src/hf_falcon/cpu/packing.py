@@ -122,7 +122,7 @@ def pack_weights(model: nn.Module) -> None:
     a checkpoint's file leave memory when the system needs it. On Linux 6.1 or later packed weights move to huge pages;
     the rest of a page that weights do not fill then counts as used memory. `state_dict`, `save_pretrained` and copies
     have ordinary weights; `.to()`, `load_state_dict` and an assignment of another `weight` unpack the layers that they
-    change. In bfloat16 the outputs stay the same to the bit; in float32 they differ by rounding.
+    change. In float32 the outputs differ by rounding; in bfloat16 products of a few rows mostly stay the same bits.
 
     Do not train the model or change its weights while they are packed. No other thread may run the model during the
     packing or unpacking itself. Threads may share a packed model.
