@@ -448,6 +448,28 @@ def test_what_cannot_be_entered_leaves_nothing(monkeypatch):
     assert AttentionInterface().get("sdpa") is sdpa_attention_forward
 
 
+@pytest.mark.parametrize("first_out", [0, 1])
+def test_targets_that_share_modules(first_out, monkeypatch):
+    """The modules of both are as inside until both have left, in either order; a part taken out is as it was, too."""
+    monkeypatch.setattr(row_invariant, "alike_rows", lambda *args: range(2, 33))
+    target = low("llama", **LARGE)
+    other = low("llama", **LARGE)
+    other.model = target.model
+    part = target.model.layers[0].mlp.gate_proj
+    contexts = [hf_falcon.row_invariant(each) for each in (target, other)]
+    for context in contexts:
+        context.__enter__()
+    inside = {module: vars(module).get("forward") for module in target.model.modules()}
+    contexts.pop(first_out).__exit__(None, None, None)
+    assert inside[part] is not None
+    assert {module: vars(module).get("forward") for module in target.model.modules()} == inside
+    assert row_invariant.is_row_invariant((other, target)[first_out])
+    target.model.layers[0].mlp.gate_proj = torch.nn.Linear(part.in_features, part.out_features)
+    contexts.pop().__exit__(None, None, None)
+    assert not any("forward" in vars(module) for module in (*target.modules(), *other.modules(), part))
+    assert not row_invariant._modules and not row_invariant._targets
+
+
 def test_no_rows_stay_no_rows():
     linear = torch.nn.Linear(8, 4)
     assert RowInvariantForward(linear, range(2, 33))(torch.empty(3, 0, 8)).shape == (3, 0, 4)

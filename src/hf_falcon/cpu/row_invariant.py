@@ -49,10 +49,17 @@ _FORMS = "_hf_falcon_wide"
 # Keys and values in float64, by thread: new memory of that size for every layer would take longer than attention.
 _wide: dict[tuple[int, str], Tensor] = {}
 _lock = threading.Lock()
-# How many contexts each target is in.
-_users: weakref.WeakKeyDictionary[PreTrainedModel, int] = weakref.WeakKeyDictionary()
-# The modules of these targets. A copy of a target is not among them.
-_modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# The targets inside, and in how many of them each module is. A copy of a target is not among them.
+_targets: weakref.WeakKeyDictionary[PreTrainedModel, _Inside] = weakref.WeakKeyDictionary()
+_modules: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+class _Inside:
+    """Of a target inside: how many contexts it is in, and the modules that it had when it entered the first."""
+
+    def __init__(self) -> None:
+        self.contexts = 1
+        self.modules: list[nn.Module] = []
 
 
 class _Here(threading.local):
@@ -168,7 +175,7 @@ def unsupported_reason(target: Any) -> str | None:
 
 def is_row_invariant(target: PreTrainedModel) -> bool:
     """Whether a target is inside [`row_invariant`]."""
-    return target in _users
+    return target in _targets
 
 
 @cache
@@ -295,44 +302,48 @@ def _additive(mask: Tensor) -> Tensor:
 def _enter(target: PreTrainedModel) -> None:
     with _lock:
         stock = sdpa_attention_forward, grouped_sdpa
-        if not _users and not any(replace_sdpa(each, row_invariant_sdpa) for each in stock):
+        if not _targets and not any(replace_sdpa(each, row_invariant_sdpa) for each in stock):
             raise ValueError('Another library has replaced transformers\' "sdpa" attention: `row_invariant` needs it.')
-        _users[target] = _users.get(target, 0) + 1
-        if _users[target] > 1:
+        if target in _targets:
+            _targets[target].contexts += 1
             return
+        _targets[target] = inside = _Inside()
         try:
-            _fill_up(target)
+            for module in target.modules():
+                _modules[module] = _modules.get(module, 0) + 1
+                inside.modules.append(module)
+                _give_forward(module)
         except BaseException:
             _restore(target)
             raise
 
 
-def _fill_up(target: PreTrainedModel) -> None:
-    for module in target.modules():
-        _modules.add(module)
-        if not isinstance(module, nn.Linear) or own_forward(module) is not None:
-            continue
-        rows = _ROWS_ON_DEVICES
-        if module.weight.device.type == "cpu":
-            rows = alike_rows(module.in_features, module.out_features, module.weight.dtype)
-        if rows != range(1, _SIZES[-1] + 1):
-            vars(module)["forward"] = RowInvariantForward(module, rows)
+def _give_forward(module: nn.Module) -> None:
+    # Another target may share the module.
+    if not isinstance(module, nn.Linear) or own_forward(module) is not None:
+        return
+    rows = _ROWS_ON_DEVICES
+    if module.weight.device.type == "cpu":
+        rows = alike_rows(module.in_features, module.out_features, module.weight.dtype)
+    if rows != range(1, _SIZES[-1] + 1):
+        vars(module)["forward"] = RowInvariantForward(module, rows)
 
 
 def _leave(target: PreTrainedModel) -> None:
     with _lock:
-        _users[target] -= 1
-        if not _users[target]:
+        _targets[target].contexts -= 1
+        if not _targets[target].contexts:
             _restore(target)
 
 
 def _restore(target: PreTrainedModel) -> None:
     """The lock is held."""
-    del _users[target]
-    for module in target.modules():
-        _modules.discard(module)
-        if isinstance(vars(module).get("forward"), RowInvariantForward):
-            del vars(module)["forward"]
-    if not _users:
+    for module in _targets.pop(target).modules:
+        _modules[module] -= 1
+        if not _modules[module]:
+            del _modules[module]
+            if isinstance(vars(module).get("forward"), RowInvariantForward):
+                del vars(module)["forward"]
+    if not _targets:
         _wide.clear()
         replace_sdpa(row_invariant_sdpa, sdpa_attention_forward)
