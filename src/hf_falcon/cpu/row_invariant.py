@@ -40,10 +40,10 @@ _MOST_ROWS = 256
 # Numbers of rows that are compared; and how many of them that are alike suffice, which is a usual tree.
 _SIZES = (*range(1, 9), 10, 12, 14, 16, 17, 20, 24, 28, 31, 32, 33, 36, 40, 48, 56, 64, 96, 128, 192, 256)
 _ENOUGH = 16
-# Values of the weight that it is done with, at most: without instructions for its dtype a product of it takes long.
-_MOST_VALUES, _MOST_SLOW_VALUES = 1 << 26, 1 << 22
-# Its outputs that differ from each other.
-_OUTPUTS = 512
+# Outputs of the weight that it is done with, at most, and those that differ from each other. More change no order.
+_MOST_OUTPUTS, _OUTPUTS = 4096, 512
+# Its values, at most, where there are no instructions for its dtype: a product of it takes long.
+_MOST_SLOW_VALUES = 1 << 22
 # An attribute of masks: their forms in float64 for groups of heads, by the size of the group.
 _FORMS = "_hf_falcon_wide"
 # Keys and values in float64, by thread: new memory of that size for every layer would take longer than attention.
@@ -214,9 +214,9 @@ def _rows_and_weight(in_features: int, out_features: int, dtype: torch.dtype) ->
         parts.append(part.to(dtype))
     rows, weight = parts
     # The number of outputs decides how oneDNN adds up as well.
-    is_fast = dtype == torch.bfloat16 and has_bfloat16_products()
-    most = (_MOST_VALUES if is_fast else _MOST_SLOW_VALUES) // in_features
-    outputs = max(len(weight), min(out_features, most))
+    outputs = min(out_features, _MOST_OUTPUTS)
+    if dtype != torch.bfloat16 or not has_bfloat16_products():
+        outputs = min(outputs, max(len(weight), _MOST_SLOW_VALUES // in_features))
     return rows, weight.repeat(-(-outputs // len(weight)), 1)[:outputs]
 
 
