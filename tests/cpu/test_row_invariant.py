@@ -4,6 +4,7 @@
 import copy
 import shutil
 import threading
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -11,16 +12,17 @@ import torch
 from counting_compiler import Backend, compiled_by
 from quick import one_in
 from tiny_models import new_target, prompt, random_tokens, tiny_drafter
-from transformers import AttentionInterface
+from transformers import AttentionInterface, FalconConfig, FalconForCausalLM
 
 import hf_falcon
 from hf_falcon.bench.exactness import exactness
+from hf_falcon.core.target_parts import CACHE_NAME
 from hf_falcon.cpu import compiling, row_invariant
 from hf_falcon.cpu.backend import CpuBackend
 from hf_falcon.cpu.compact_weights import own_forward
 from hf_falcon.cpu.packed_layouts import has_bfloat16_products
 from hf_falcon.cpu.packing import PackedLinear
-from hf_falcon.cpu.row_invariant import RowInvariantForward, alike_rows, row_invariant_sdpa, scoring_rows
+from hf_falcon.cpu.row_invariant import RowInvariantForward, alike_rows, row_invariant_sdpa
 from hf_falcon.cpu.uncompiled_sums import leave_sums_uncompiled
 from hf_falcon.private_names import sdpa_attention_forward
 
@@ -240,17 +242,23 @@ def test_every_module_is_exact(is_tree):
     assert outside[0].is_exact and not all(each.is_exact for each in outside)
 
 
-@pytest.mark.parametrize("sizes", [(1536, 32), (32, 64), (2048, 1), (576, 576)])
+@pytest.fixture
+def in_step(monkeypatch) -> None:
+    """Layers run as in a round."""
+    monkeypatch.setattr(row_invariant._here, "is_step", True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("sizes", [(1536, 32), (32, 64), (2048, 1), (576, 576), (33, 1536), (257, 512), (31, 64)])
 @torch.no_grad()
-def test_rows_do_not_depend_on_their_number(sizes):
+def test_rows_do_not_depend_on_their_number(sizes, dtype, in_step):
     torch.manual_seed(0)
-    layer, rows = torch.nn.Linear(*sizes).bfloat16(), torch.randn(1, 300, sizes[0]).bfloat16()
-    forward = RowInvariantForward(layer, alike_rows(*sizes, torch.bfloat16))
-    with scoring_rows():
-        expected = forward(rows)
-        for count in (1, 2, 3, 5, 40, 100):
-            found = forward(rows[:, :count])
-            assert found.shape == (1, count, sizes[1]) and torch.equal(found, expected[:, :count])
+    layer, rows = torch.nn.Linear(*sizes).to(dtype), torch.randn(1, 300, sizes[0]).to(dtype)
+    forward = RowInvariantForward(layer, alike_rows(*sizes, dtype))
+    expected = forward(rows)
+    for count in (1, 2, 3, 5, 40, 100):
+        found = torch.cat([forward(part) for part in rows.split(count, dim=1)], dim=1)
+        assert found.shape == (1, 300, sizes[1]) and torch.equal(found, expected)
 
 
 class Products(torch.nn.Linear):
@@ -267,28 +275,66 @@ class Products(torch.nn.Linear):
     ids=["few", "one"],
 )
 @torch.no_grad()
-def test_few_rows_are_filled_up_and_many_parted(rows, products):
+def test_few_rows_are_filled_up_and_many_parted(rows, products, in_step):
     layer = Products(6, 5)
-    forward, states = RowInvariantForward(layer, rows), torch.randn(2, 8, 6)
+    forward = RowInvariantForward(layer, rows)
     for count, expected in products.items():
         states = torch.randn(1, count, 6)
-        with scoring_rows():
-            found = forward(states)
+        found = forward(states)
         assert vars(layer).pop("rows") == expected
         torch.testing.assert_close(found, layer(states))
         del vars(layer)["rows"]
 
 
 @torch.no_grad()
-def test_only_prompts_are_not_parted():
-    layer = Products(6, 5)
-    forward = RowInvariantForward(layer, range(2, 5))
-    # A step of plain decoding of 9 rows; prompts of 9 tokens in all, and of one.
-    forward(torch.randn(9, 1, 6))
-    assert vars(layer).pop("rows") == [4, 4, 2]
-    forward(torch.randn(3, 3, 6))
-    forward(torch.randn(1, 1, 6))
-    assert vars(layer).pop("rows") == [9, 2]
+def test_only_prompts_are_not_parted(monkeypatch):
+    monkeypatch.setattr(row_invariant, "alike_rows", lambda *args: range(2, 5))
+    target = low("llama")
+    layer = target.model.layers[0].mlp.up_proj
+    layer.__class__ = Products
+    with hf_falcon.row_invariant(target):
+        cache = target(random_tokens(3, 3)).past_key_values
+        assert vars(layer).pop("rows") == [9]
+        # A round of two tokens of each row, and a step of plain decoding.
+        target(random_tokens(3, 2), **{CACHE_NAME: cache})
+        assert vars(layer).pop("rows") == [4, 2]
+        target(random_tokens(9, 1))
+        assert vars(layer).pop("rows") == [4, 4, 2]
+        assert not row_invariant._here.is_step
+        with pytest.raises(IndexError):
+            target(torch.tensor([[10**6]]))
+        assert not row_invariant._here.is_step
+
+
+@torch.no_grad()
+def test_odd_layers(in_step):
+    """What a layer of no weights, and an input of another width, gives outside."""
+    target = low("llama")
+    target.empty, target.none = torch.nn.Linear(4, 0), torch.nn.Linear(0, 4)
+    with hf_falcon.row_invariant(target):
+        assert not {"forward"} & {*vars(target.empty), *vars(target.none)}
+    with pytest.raises(RuntimeError, match="shapes"):
+        RowInvariantForward(torch.nn.Linear(8, 4), range(2, 3))(torch.randn(1, 4))
+
+
+def test_an_attention_of_its_own_is_refused():
+    target = FalconForCausalLM(
+        FalconConfig(vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    ).bfloat16()
+    with pytest.raises(ValueError, match="FalconAttention calls torch's attention itself"):
+        with hf_falcon.row_invariant(target):
+            pass
+    assert not row_invariant.is_row_invariant(target)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_transformers_prompt_lookup(name, in_parts):
+    """Its rounds are no rounds of ours. The first may hold the prompt, which is not what plain decoding runs."""
+    target, ids = low(name, **LARGE), prompt(20)
+    with hf_falcon.row_invariant(target):
+        plain = generate(target, ids, max_new_tokens=120)
+        found = generate(target, ids, max_new_tokens=120, prompt_lookup_num_tokens=40)
+    assert not any(differing(plain, found)[2:])
 
 
 @pytest.mark.parametrize(
@@ -312,20 +358,26 @@ def test_the_smallest_numbers_of_rows_suffice(alike, rows, monkeypatch):
     assert alike_rows.__wrapped__(6, 5, torch.float16) == rows
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3"])
-def test_large_trees_and_batches(name, monkeypatch):
-    """Where more than a few rows are added up in another order, as with AMX."""
+@pytest.fixture
+def in_parts(monkeypatch) -> Iterator[None]:
+    """More than a few rows are added up in another order, as with AMX."""
 
     def linear(input, weight, bias=None):
         product = stock(input, weight, bias)
         is_large = input.dtype == torch.bfloat16 and input.numel() // input.shape[-1] > 32
         return product * 1.01 if is_large else product
 
-    target, ids = low(name, **LARGE), random_tokens(3, 40)
-    drafter = tiny_drafter(target)
     stock = torch.nn.functional.linear
     monkeypatch.setattr(torch.nn.functional, "linear", linear)
     alike_rows.cache_clear()
+    yield
+    alike_rows.cache_clear()
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_large_trees_and_batches(name, in_parts):
+    target, ids = low(name, **LARGE), random_tokens(3, 40)
+    drafter = tiny_drafter(target)
     settings = {"num_assistant_tokens": 60, "assistant_confidence_threshold": 0.0}
     with hf_falcon.row_invariant(target):
         for prompts in (ids[:1], ids):
@@ -333,7 +385,6 @@ def test_large_trees_and_batches(name, monkeypatch):
             found = generate(target, prompts, drafter, **settings)
             assert found.draft_statistics.drafted_tokens > 100
             assert found.sequences.tolist() == plain.sequences.tolist()
-    alike_rows.cache_clear()
 
 
 def test_copies_are_ordinary():

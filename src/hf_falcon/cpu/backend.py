@@ -21,7 +21,7 @@ from .grouped_attention import grouped_attention
 from .huge_pages import keep_in_huge_pages
 from .kept_rounds import passes_for, rounds_for
 from .packing import is_packed
-from .row_invariant import is_row_invariant, scoring_rows
+from .row_invariant import is_row_invariant
 from .skinny_gemm import SkinnyLinears, is_suited, linears_of, skinny_gemm, widening
 
 # The layers of each target that run faster in rounds, as long as its structure stays.
@@ -42,8 +42,7 @@ class CpuTarget(TargetAcceleration):
 
     def __init__(self, target: PreTrainedModel, compiled: CompiledRounds | None):
         self._target = target
-        self._is_row_invariant = is_row_invariant(target)
-        self._linears = {} if self._is_row_invariant else _linears_of_target(target)
+        self._linears = {} if is_row_invariant(target) else _linears_of_target(target)
         self._shares_keys = _shares_keys(target)
         self.compiled = compiled
         if target.device.type == "cpu":
@@ -74,8 +73,6 @@ class CpuTarget(TargetAcceleration):
         rows, nodes = masks[0].shape[0], masks[0].shape[2]
         runs_compiled = self.compiled is not None and self.compiled.size_for(nodes) == nodes
         with ExitStack() as stack:
-            if self._is_row_invariant:
-                stack.enter_context(scoring_rows())
             if self._shares_keys:
                 stack.enter_context(grouped_attention(masks))
             # Compiled code expects the swapped layers, for any number of rows.

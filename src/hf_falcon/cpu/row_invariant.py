@@ -13,6 +13,7 @@ rounds differently from forwards over one token, because kernels add in another 
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -23,10 +24,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
 from ..core.hook import attention_implementation
-from ..core.target_parts import decoder_of
+from ..core.target_parts import CACHE_NAMES, decoder_of
 from ..private_names import replace_sdpa, sdpa_attention_forward
 from .compact_weights import own_forward
 from .grouped_attention import OTHER_ARGUMENTS, grouped_sdpa
@@ -40,6 +41,8 @@ _MOST_ROWS = 256
 # Numbers of rows that are compared; and how many of them that are alike suffice, which is a usual tree.
 _SIZES = (*range(1, 9), 10, 12, 14, 16, 17, 20, 24, 28, 31, 32, 33, 36, 40, 48, 56, 64, 96, 128, 192, 256)
 _ENOUGH = 16
+# Rows that are multiplied for each number, at most or at once.
+_COMPARED_ROWS = 64
 # Outputs of the weight that it is done with, at most, and those that differ from each other. More change no order.
 _MOST_OUTPUTS, _OUTPUTS = 4096, 512
 # Its values, at most, where there are no instructions for its dtype: a product of it takes long.
@@ -60,12 +63,13 @@ class _Inside:
     def __init__(self) -> None:
         self.contexts = 1
         self.modules: list[nn.Module] = []
+        self.hooks: list[Any] = []
 
 
 class _Here(threading.local):
-    """Of this thread: whether the target scores trees."""
+    """Of this thread: whether a target's forward of few tokens behind others runs, as a round's and a plain step's."""
 
-    scores = False
+    is_step = False
 
 
 _here = _Here()
@@ -88,7 +92,10 @@ class RowInvariantForward:
         linear = self._linear
         forward: Callable[[Tensor], Tensor] = partial(type(linear).forward, linear)
         rows = input.numel() // linear.in_features
-        if rows == 0 or self._least <= rows <= self._most or (rows > self._most and not _is_step(input)):
+        # Code is compiled for rounds only.
+        is_step = torch.compiler.is_compiling() or _here.is_step
+        is_alike = self._least <= rows <= self._most or (rows > self._most and not is_step)
+        if rows == 0 or is_alike or input.shape[-1] != linear.in_features:
             return forward(input)
         parts = input.reshape(rows, -1).split(self._most)
         outputs = [forward(self._filled(part))[: part.shape[0]] for part in parts]
@@ -103,21 +110,16 @@ class RowInvariantForward:
         return getattr, (self._linear, "forward")
 
 
-def _is_step(input: Tensor) -> bool:
-    """Whether a layer's input is of a round, or of a step of plain decoding, rather than of a prompt."""
-    # Code is compiled for rounds only.
-    return torch.compiler.is_compiling() or _here.scores or (input.dim() > 2 and input.shape[-2] == 1)
+def _before_forward(target: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+    given = (named.get("input_ids"), named.get("inputs_embeds"), *inputs)
+    tokens = next((each for each in given if each is not None), None)
+    count = tokens.shape[1] if isinstance(tokens, Tensor) and tokens.dim() > 1 else 0
+    caches = (named[name] for name in CACHE_NAMES if isinstance(named.get(name), Cache))
+    _here.is_step = count == 1 or (count <= _MOST_ROWS and any(cache.get_seq_length() > 0 for cache in caches))
 
 
-@contextmanager
-def scoring_rows() -> Iterator[None]:
-    """Inside, targets of this thread score trees."""
-    before = _here.scores
-    _here.scores = True
-    try:
-        yield
-    finally:
-        _here.scores = before
+def _after_forward(*arguments: Any) -> None:
+    _here.is_step = False
 
 
 @contextmanager
@@ -170,6 +172,13 @@ def unsupported_reason(target: Any) -> str | None:
             f"{name} has {attention!r} attention, which `row_invariant` does not know: load it with "
             '`attn_implementation="sdpa"`, if it supports that.'
         )
+    for module in target.modules():
+        code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+        if code is not None and "scaled_dot_product_attention" in code.co_names:
+            return (
+                f"{name}'s {type(module).__name__} calls torch's attention itself, which `row_invariant` cannot "
+                "replace: use the target outside of it."
+            )
     return None
 
 
@@ -193,8 +202,10 @@ def alike_rows(in_features: int, out_features: int, dtype: torch.dtype) -> range
     ranges: list[range] = []
     before: list[Tensor] = []
     for size in _SIZES:
-        products = [way(rows[:size]) for way in ways]
-        if all(map(_starts_with, products, before)) and ranges:
+        # A few rows alone would show too little.
+        parts = rows[: max(size, _COMPARED_ROWS // size * size)].split(size)
+        products = [torch.cat([way(part) for part in parts]) for way in ways]
+        if ranges and all(map(_are_alike, products, before)):
             ranges[-1] = range(ranges[-1].start, size + 1)
         else:
             ranges.append(range(size, size + 1))
@@ -220,8 +231,9 @@ def _rows_and_weight(in_features: int, out_features: int, dtype: torch.dtype) ->
     return rows, weight.repeat(-(-outputs // len(weight)), 1)[:outputs]
 
 
-def _starts_with(product: Tensor, before: Tensor) -> bool:
-    return torch.equal(product[: len(before)], before)
+def _are_alike(product: Tensor, other: Tensor) -> bool:
+    both = min(len(product), len(other))
+    return torch.equal(product[:both], other[:both])
 
 
 def row_invariant_sdpa(
@@ -309,6 +321,8 @@ def _enter(target: PreTrainedModel) -> None:
             return
         _targets[target] = inside = _Inside()
         try:
+            inside.hooks.append(target.register_forward_pre_hook(_before_forward, with_kwargs=True))
+            inside.hooks.append(target.register_forward_hook(_after_forward, always_call=True))
             for module in target.modules():
                 _modules[module] = _modules.get(module, 0) + 1
                 inside.modules.append(module)
@@ -320,7 +334,7 @@ def _enter(target: PreTrainedModel) -> None:
 
 def _give_forward(module: nn.Module) -> None:
     # Another target may share the module.
-    if not isinstance(module, nn.Linear) or own_forward(module) is not None:
+    if not isinstance(module, nn.Linear) or own_forward(module) is not None or not module.weight.numel():
         return
     rows = _ROWS_ON_DEVICES
     if module.weight.device.type == "cpu":
@@ -338,7 +352,10 @@ def _leave(target: PreTrainedModel) -> None:
 
 def _restore(target: PreTrainedModel) -> None:
     """The lock is held."""
-    for module in _targets.pop(target).modules:
+    inside = _targets.pop(target)
+    for hook in inside.hooks:
+        hook.remove()
+    for module in inside.modules:
         _modules[module] -= 1
         if not _modules[module]:
             del _modules[module]
