@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .core.interfaces import register_part
-from .core.target_parts import quantised_layers
+from .core.target_parts import is_quantised, quantised_layers
+
+# Libraries whose linear layers take their inputs as they are.
+_ORDINARY = ("torch", "transformers", "peft", "hf_falcon")
 
 
 def install() -> None:
@@ -23,12 +27,27 @@ def refusal_of_target(model: PreTrainedModel) -> str | None:
     # Layers of the same kind and name are quantised alike.
     kinds = {
         (type(layer), type(getattr(layer, "weight", None)), name.rpartition(".")[2]): layer
-        for name, layer in quantised_layers(model)
+        for name, layer in (*quantised_layers(model), *_unknown_layers(model))
     }
     for layer in kinds.values():
-        if (effect := _effect_of_quantisation(layer, model.device, model.dtype)) is not None:
+        try:
+            effect = _effect_of_quantisation(layer, model.device, model.dtype)
+        except Exception:
+            # A layer of one's own may take other inputs.
+            if is_quantised(layer):
+                raise
+            continue
+        if effect is not None:
             return f"the target's quantised layers ({type(layer).__name__}) {effect}"
     return None
+
+
+def _unknown_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Linear layers of classes that may quantise their inputs alone, as torchao's for a training that knows of it."""
+    for name, module in model.named_modules():
+        is_known = type(module).__module__.partition(".")[0] in _ORDINARY or hasattr(module, "base_layer")
+        if isinstance(module, nn.Linear) and not is_known:
+            yield name, module
 
 
 @torch.no_grad()
@@ -37,6 +56,8 @@ def _effect_of_quantisation(layer: Any, device: torch.device, dtype: torch.dtype
     large = torch.zeros((1, 1, layer.in_features), dtype=dtype, device=device)
     large[..., ::32] = 4
     others = (large == 0).to(dtype)
+    # Values all over the steps of a scale that never changes: a nudge moves some of them by a whole step.
+    spread = others * torch.linspace(0.5, 1.5, layer.in_features, dtype=dtype, device=device)
 
     def output(row: Tensor, crowd: Tensor | None = None) -> Tensor:
         rows = row if crowd is None else torch.cat((row, crowd.expand(1, 15, -1)), dim=1)
@@ -56,6 +77,7 @@ def _effect_of_quantisation(layer: Any, device: torch.device, dtype: torch.dtype
     # Every row has a scale of its own. Differences within rounding then move inputs to the next of 256 values or less,
     # and tokens differ much more often than they do by rounding: in float32 as well as in bfloat16.
     nudge = others / 128
-    if not (output(large + others + nudge) - output(large + others)).norm() >= contribution(nudge) / 2:
+    found, expected = (output(large + spread + nudge) - output(large + spread)).norm(), contribution(others) / 128
+    if not 0 < expected / 2 <= found <= expected * 1.5:
         return "round their inputs to 8 bits, so that tokens would often differ from plain decoding's"
     return None

@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """Where generation ends, what it hands back, what it is given: all as plain `generate` does."""
 
+import functools
 import itertools
 
 import pytest
@@ -20,7 +21,7 @@ from tiny_models import (
     tiny_target,
     tiny_tokenizer,
 )
-from transformers import DynamicCache, EosTokenCriteria, LogitsProcessor, StoppingCriteria
+from transformers import DynamicCache, EosTokenCriteria, GenerationMixin, LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import hf_falcon
@@ -391,6 +392,21 @@ def test_outputs_of_some_layers():
     )
     steps = [[[state is None for state in step] for step in each.hidden_states] for each in (found, expected)]
     assert steps[0] == steps[1] and found.sequences.tolist() == expected.sequences.tolist()
+
+
+@pytest.mark.parametrize("wraps", [False, True])
+def test_a_loop_of_another_library(wraps, monkeypatch, warnings_given):
+    """It has replaced that of all models."""
+    stock = GenerationMixin._sample
+
+    def own(self, input_ids, **kwargs):
+        return stock(self, input_ids, **kwargs).flip(0, 1)
+
+    target, ids = new_target("llama"), prompt(9)
+    monkeypatch.setattr(GenerationMixin, "_sample", functools.wraps(stock)(own) if wraps else own)
+    expected = target.generate(ids, max_new_tokens=5).tolist()
+    assert target.generate(ids, max_new_tokens=5, assistant_model=tiny_drafter(target)).tolist() == expected
+    assert "a decoding loop of its own" in warnings_given()[-1]
 
 
 def test_a_target_with_a_loop_of_its_own(warnings_given):

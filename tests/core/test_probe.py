@@ -1,6 +1,7 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """The probe: what a target takes as it stands, tried once, and rules for what shows later only."""
 
+import inspect
 import itertools
 from dataclasses import dataclass, field
 from functools import partial, wraps
@@ -474,6 +475,89 @@ def test_a_state_in_a_layer_with_weights_is_left_alone():
     assert state is not None
     verdict_of_prompt(target, prompt(9))
     assert target.model.layers[0].mlp.up_proj.recurrent_states is state
+
+
+def test_a_state_that_is_written_in_place_is_left_alone():
+    """That of a spectral norm."""
+    target = new_target("llama")
+    for layer in target.model.layers:
+        nn.utils.spectral_norm(layer.mlp.up_proj)
+    target.train()
+    before = {name: buffer.clone() for name, buffer in target.named_buffers()}
+    verdict_of_prompt(target, prompt(9))
+    changed = [name for name, buffer in target.named_buffers() if not torch.equal(buffer, before[name])]
+    assert changed == []
+
+
+class Counting(type(tiny_target("llama"))):
+    """Another bias after some steps, which it counts."""
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, **kwargs):
+        kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs)
+        return kwargs | {"step": kwargs.get("step", 0) + 1}
+
+    def prepare_inputs_for_generation(self, input_ids, step=0, **kwargs):
+        return super().prepare_inputs_for_generation(input_ids, **kwargs) | {"step": step}
+
+    def forward(self, input_ids=None, step=0, **kwargs):
+        outputs = super().forward(input_ids=input_ids, **kwargs)
+        if step > 8:
+            outputs.logits[..., 5] += 9.0
+        return outputs
+
+
+def test_an_input_that_counts_steps(warnings_given):
+    target, ids = Counting(new_target("llama").config).eval(), prompt(9)
+    # The signature has what transformers looks for.
+    Counting.forward.__signature__ = inspect.signature(type(tiny_target("llama")).forward)
+    expected = generate(target, ids)
+    found = generate(target, ids, assistant_model=tiny_drafter(target))
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    assert "['step'] of the target's inputs are other numbers" in warnings_given()[-1]
+
+
+def test_an_interrupted_tap_collects_nothing(monkeypatch):
+    target, tap = new_target("llama"), FeatureTap(new_target("llama"))
+    tap = FeatureTap(target, [1])
+
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(target.model.layers[1], "register_forward_hook", interrupted)
+    monkeypatch.setattr(target.model.layers[0], "register_forward_hook", interrupted)
+    with pytest.raises(KeyboardInterrupt), tap:
+        pass
+    target(prompt(5))
+    assert tap.is_empty
+
+
+def test_a_weight_that_becomes_sparse():
+    target, ids = new_target("llama"), prompt(9)
+    drafter = tiny_drafter(target)
+    assert generate(target, ids, assistant_model=drafter).draft_statistics is not None
+    linear = target.model.layers[0].mlp.down_proj
+    linear.weight = nn.Parameter(linear.weight.detach().to_sparse_csr())
+    expected = generate(target, ids)
+    assert generate(target, ids, assistant_model=drafter).sequences.tolist() == expected.sequences.tolist()
+
+
+def test_an_embedding_without_a_weight(warnings_given, caplog):
+    class Wrapped(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, token_ids):
+            return self.inner(token_ids) * 1.1
+
+    target = new_target("llama")
+    drafter = tiny_drafter(target)
+    hf_falcon.attach(target, drafter)
+    target.set_input_embeddings(Wrapped(target.get_input_embeddings()))
+    expected = generate(target, prompt(9), assistant_model=None)
+    assert generate(target, prompt(9)).sequences.tolist() == expected.sequences.tolist()
+    with pytest.raises(ValueError, match="embedding is \\? wide"):
+        drafter.check_target(target)
 
 
 def test_a_field_that_each_layer_has_for_itself():

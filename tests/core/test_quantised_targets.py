@@ -154,10 +154,52 @@ def test_layers_that_mix_rows_decode_plainly(make, dtype, warnings_given):
     check(quantised(make).to(dtype), f"({make.__name__}) give a row another result beside other rows", warnings_given)
 
 
+class StaticScale(PackedLinear):
+    """A scale that was measured once."""
+
+    step = 0.0283
+
+    def forward(self, rows):
+        return super().forward((rows / self.step).round().clamp(-128, 127) * self.step)
+
+
+class CoarseStaticScale(StaticScale):
+    step = 0.707
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("make", [OwnScales, Float8])
+@pytest.mark.parametrize("make", [OwnScales, Float8, StaticScale, CoarseStaticScale])
 def test_layers_that_round_their_inputs_decode_plainly(make, dtype, warnings_given):
     check(quantised(make).to(dtype), f"({make.__name__}) round their inputs", warnings_given)
+
+
+class FakeQuantised(nn.Linear):
+    """Its weight is an ordinary one, as in training for a quantisation."""
+
+    def forward(self, rows):
+        scale = rows.abs().amax(dim=-1, keepdim=True).clamp_min(1e-9) / 127
+        return super().forward((rows / scale).round() * scale)
+
+
+class Ordinary(nn.Linear):
+    """A layer of one's own that does not take all values."""
+
+    def forward(self, rows):
+        assert rows.abs().max() < 1000
+        return super().forward(rows)
+
+
+def with_class(kind):
+    def made(linear):
+        linear.__class__ = kind
+        return linear
+
+    return made
+
+
+def test_layers_with_ordinary_weights_that_round_their_inputs(warnings_given):
+    check(quantised(with_class(FakeQuantised)), "(FakeQuantised) round their inputs", warnings_given)
+    check(quantised(with_class(Ordinary)))
 
 
 def test_one_mixing_layer_is_found(warnings_given):

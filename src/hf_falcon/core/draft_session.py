@@ -267,12 +267,12 @@ def check_target(drafter: Any, target: PreTrainedModel) -> None:
 def check_embedding(drafter: Any, target: PreTrainedModel) -> None:
     """Raises a `ValueError` if the target's embedding has another width than the drafter."""
     embedding: Any = target.get_input_embeddings()
-    width = getattr(embedding, "embedding_dim", None) or embedding.weight.shape[-1]
+    width = getattr(embedding, "embedding_dim", None) or getattr(getattr(embedding, "weight", None), "shape", [0])[-1]
     expected = drafter.config.hidden_size
     if width != expected:
         raise ValueError(
-            f"The target's embedding is {width} wide and its last hidden state {expected}: a drafter needs both to be "
-            "equal."
+            f"The target's embedding is {width or '?'} wide and its last hidden state {expected}: a drafter "
+            "needs both to be equal."
         )
 
 

@@ -314,9 +314,11 @@ def sample(model: PreTrainedModel, input_ids: Tensor, **kwargs: Any) -> Any:
 def plain_reason(model: PreTrainedModel, cache: Any = None) -> str | None:
     """
     The reason why only [`sample`] does what plain decoding does, if there is one. A model may have a loop of its own,
-    and a cache may keep what its layers would drop. If transformers lacks the names, there is none.
+    or a library have replaced that of all models, and a cache may keep what its layers would drop. If transformers
+    lacks the names, there is none.
     """
-    if getattr(type(model), "_sample", None) is not getattr(GenerationMixin, "_sample", None):
+    own = getattr(getattr(type(model), "_sample", None), "__globals__", {}).get("__name__", GenerationMixin.__module__)
+    if own != GenerationMixin.__module__:
         return "the target has a decoding loop of its own"
     records = any(getattr(layer, "record_past", False) for layer in getattr(cache, "layers", ()))
     return "the cache keeps what its layers would drop (`activate_past_recording`)" if records else None

@@ -400,7 +400,7 @@ class AdaptivePolicy(DraftPolicy):
         return DraftDecision(
             draft=self._should_draft(likely),
             likely=likely,
-            calibration=tuple(self._correction(depth) for depth in range(1, self._max_depth + 1)),
+            calibration=tuple(math.log(min(1.0, stats.depth(depth).value)) for depth in range(1, self._max_depth + 1)),
             pass_threshold=threshold,
             continuation=stats.continuation,
             probe_pass=probe_pass,
@@ -428,9 +428,6 @@ class AdaptivePolicy(DraftPolicy):
         if stats.accepted_tokens > cost:
             return stats.accepted_tokens * (1.0 - likely) > cost
         return stats.credit + self._spent > 0.0 and likely < _LIKELY
-
-    def _correction(self, depth: int) -> float:
-        return math.log(min(1.0, self._stats.depth(depth).value))
 
     def update(self, outcome: RoundOutcome) -> None:
         """See [`DraftPolicy.update`]."""

@@ -222,9 +222,9 @@ def _try_ways(
     model_kwargs: Mapping[str, Any],
     tries_trees: bool,
 ) -> Verdict:
-    if (reason := _no_probe_reason(model)) is not None:
-        return Verdict(PLAIN, reason)
     with _left_alone(model):
+        if (reason := _no_probe_reason(model)) is not None:
+            return Verdict(PLAIN, reason)
         trial = _Trial(model, rows, generation_config, model_kwargs)
         try:
             expected = trial.one_by_one()
@@ -412,10 +412,15 @@ def _left_alone(model: PreTrainedModel) -> Iterator[None]:
     kept = [each for each in model.modules() if isinstance(each, PreTrainedModel) or not each._parameters]
     kept += [each for each in model.modules() if hasattr(each, "recurrent_states")]
     before = [({**vars(each)}, {**each._buffers}) for each in kept]
+    # What is written in place: the state of a spectral norm, or what an observer of a quantisation has seen.
+    written = [(each, each.clone()) for each in model.buffers() if each.numel() < 1 << 16 and not each.is_inference()]
     try:
         with torch.no_grad(), torch.random.fork_rng(indices, device_type=device.type if indices else "cuda"):
             yield
     finally:
+        for buffer, values in written:
+            if not torch.equal(buffer, values):
+                buffer.resize_(values.shape).copy_(values)
         for module, (attributes, buffers) in zip(kept, before):
             module._buffers.update(buffers)
             for name, old in attributes.items():
@@ -434,10 +439,8 @@ def _no_probe_reason(model: PreTrainedModel) -> str | None:
         return "the target's weights are spread over several processes, which could decide differently"
     if not any(name in inspect.signature(model.forward).parameters for name in CACHE_NAMES):
         return f"the target takes no `{CACHE_NAME}`"
-    if any(quantised_layers(model)):
-        refusal: Callable[[PreTrainedModel], str | None] | None = part("quantised")
-        return _NO_QUANTISED if refusal is None else refusal(model)
-    return None
+    refusal: Callable[[PreTrainedModel], str | None] | None = part("quantised")
+    return refusal(model) if refusal is not None else _NO_QUANTISED if any(quantised_layers(model)) else None
 
 
 def _no_tree_in_parts(model: PreTrainedModel) -> str | None:
@@ -495,7 +498,10 @@ def _no_draft_reason(
     wanted = [name for name in LAYER_OUTPUTS if getattr(generation_config, name)]
     if wanted and generation_config.return_dict_in_generate and part("layer_outputs") is None:
         return f"`{wanted[0]}` was asked for, which the installed package returns (`pip install hf-falcon`)"
-    return None
+    step = extra_inputs(first_step(model, input_ids, model_kwargs))
+    later = extra_inputs(first_step(model, input_ids, extend_model_kwargs(model, model_kwargs, new_tokens=1)))
+    counted = sorted(name for name, value in step.items() if isinstance(value, int) and later.get(name) != value)
+    return f"{counted} of the target's inputs are other numbers in every step" if counted else None
 
 
 def _own_method(part: Any, modules: tuple[str, ...]) -> str | None:
@@ -531,7 +537,7 @@ def _no_tree_reason(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Map
     odd = {type(layer).__name__ for layer in cache.layers if type(layer) not in ROW_LAYERS}
     if odd:
         return f"the cache has layers of type {sorted(odd)}, which may keep more than keys and values"
-    # A tree's forward can pass on what is the same in every step.
+    # A forward of several tokens can pass on what is the same in every step.
     own = [
         name
         for name, value in extra_inputs(first_step(model, input_ids, model_kwargs)).items()

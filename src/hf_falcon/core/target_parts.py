@@ -67,7 +67,7 @@ class FeatureTap:
         self._layers = wanted_layers(model, [max(layer, 0) for layer in layers])
         # Whether the layer's input is collected, and not its output.
         self._takes_input = [layer < 0 for layer in layers]
-        self._thread = threading.get_ident()
+        self._thread = 0
         # Outputs of the layers of the forward that runs, by their place in `layers`.
         self._outputs: dict[int, Tensor] = {}
         self._collected: list[Tensor] = []
@@ -85,9 +85,11 @@ class FeatureTap:
                 self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
             else:
                 self._handles.append(layer.register_forward_hook(partial(self._collect_output, place)))
+        self._thread = threading.get_ident()
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._thread = 0
         for handle in self._handles:
             handle.remove()
 
@@ -271,15 +273,13 @@ def structure_of(model: PreTrainedModel) -> tuple[tuple[Any, ...], ...]:
     in place: first the class of a module, each time.
     """
     return tuple(
-        (_own_kind(module), type(weight), getattr(weight, "dtype", None), str(adapters), is_compiled(module))
+        (own, type(weight), kind, str(adapters), is_compiled(module))
         for module in model.modules()
         for weight, adapters in [(module._parameters.get("weight"), [*map(vars(module).get, _ADAPTERS)])]
+        for kind in [None if weight is None else (weight.dtype, weight.layout)]
+        # Its class, also while another thread's round has replaced it by a faster one.
+        for own in [next(each for each in type(module).__mro__ if not each.__module__.startswith("hf_falcon."))]
     )
-
-
-def _own_kind(module: nn.Module) -> type:
-    """The class of a module, also while another thread's round has replaced it by a faster one."""
-    return next(kind for kind in type(module).__mro__ if not kind.__module__.startswith("hf_falcon."))
 
 
 def rope_boundary(config: PreTrainedConfig) -> tuple[int | None, bool]:

@@ -166,10 +166,7 @@ def _draw(probs: Tensor) -> Tensor:
 
 
 def verify_rows(
-    trees: Sequence[DraftTree],
-    logits: Tensor,
-    sequences: Sequence[TokenSequence],
-    verify_row: Verification,
+    trees: Sequence[DraftTree], logits: Tensor, sequences: Sequence[TokenSequence], verify_row: Verification
 ) -> list[tuple[Tensor, int]]:
     """
     Verifies the trees of a round.

@@ -265,6 +265,8 @@ def is_suited(linear: nn.Module | None) -> TypeGuard[nn.Linear]:
         and "bias" in linear._parameters
         and weight.device.type == "cpu"
         and _pays_in(weight.dtype)
+        # A sparse one has no such order.
+        and weight.layout == torch.strided
         and weight.is_contiguous()
         and weight.shape[0] % _WIDTHS[-1] == 0
     )
