@@ -11,7 +11,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from safetensors import SafetensorError
-from tiny_models import tiny_target, tiny_tokenizer
+from tiny_models import new_drafter, tiny_target, tiny_tokenizer
 from utilities import edit
 
 from hf_falcon.commands import demo, models
@@ -134,6 +134,20 @@ def test_resolve_dtype():
     assert models.resolve_dtype(torch.float64, "cpu") == torch.float64
     with pytest.raises(ValueError, match="`dtype` is 'int8'; choose one of auto, float32"):
         models.resolve_dtype("int8", "cpu")
+
+
+@pytest.mark.parametrize("device", ["foo", "", "meta", "cuda:99"])
+def test_a_device_that_cannot_compute_names_the_remedy(device):
+    with pytest.raises(ValueError, match=f"`device` is '{device}', where nothing can be computed .*: give `cpu`"):
+        models.resolve_device(device)
+
+
+def test_a_drafter_is_no_target(tmp_path):
+    target = tiny_target("llama")
+    new_drafter(target).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="`target` is '.*', a drafter: give it as `drafter`"):
+        models.load_target(str(tmp_path), "float32", "cpu")
 
 
 def test_missing_target_names_the_remedy(monkeypatch):

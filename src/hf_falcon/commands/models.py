@@ -32,6 +32,7 @@ from transformers.utils import logging as transformers_logging
 from ..core.drafter import DraftModel
 from ..cpu.processor import has_bfloat16_instructions
 from ..drafters.auto import AutoDrafter
+from ..drafters.methods import is_dflash, is_eagle3, is_falcon
 from ..training.chat_templates import chat_inputs, other_variables
 from .printable import printable
 
@@ -63,10 +64,27 @@ def fastest_dtype(device: str | torch.device) -> torch.dtype:
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
-    """The device itself, or for `None` the first CUDA device, else the CPU."""
+    """
+    The device itself, or for `None` the first CUDA device, else the CPU.
+
+    Raises:
+        `ValueError`: if torch cannot compute on the device here.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
+    try:
+        found = torch.device(device)
+        if found.type == "meta":
+            raise ValueError("it has shapes and no values")
+        torch.empty(0, device=found)
+    # A build of torch without CUDA raises an `AssertionError`.
+    except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"`device` is {str(device)!r}, where nothing can be computed ({reason}): give `cpu`, or leave it out "
+            "(the first CUDA device, else the CPU)."
+        ) from error
+    return found
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch.dtype:
@@ -105,7 +123,7 @@ def load_target(
 
     Raises:
         `OSError`: The weights are not there; the message says how to get them.
-        `ValueError`: `dtype` is not the name of one.
+        `ValueError`: `dtype` or `device` is not the name of one, or the folder holds a drafter.
     """
     device = resolve_device(device)
     folder = str(converted_target()) if name_or_path is None else name_or_path
@@ -113,8 +131,11 @@ def load_target(
     folder = os.path.abspath(folder) if os.path.isdir(folder) else folder
     with no_progress_bars(folder), source_named("target", folder):
         wanted: str | torch.dtype = resolve_dtype(dtype, device)
+        config = AutoConfig.from_pretrained(folder)
+        fields = config.to_dict()
+        if is_falcon(fields) or is_eagle3(fields) or is_dflash(fields):
+            raise ValueError(f"`target` is {folder!r}, a drafter: give it as `drafter`, with its target as `target`.")
         if dtype == "auto":
-            config = AutoConfig.from_pretrained(folder)
             # The scales of quantised weights would meet inputs of another dtype.
             wanted = wanted if getattr(config, "quantization_config", None) is None else "auto"
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted)
