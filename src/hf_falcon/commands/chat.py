@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..training.chat_templates import chat_inputs
 from .chat_arguments import ChatArguments, parser
 from .generate import Reply, show
+from .printable import printable
 
 _HELP = """/help    show this list
 /clear   forget the conversation, and start again
@@ -97,7 +98,13 @@ def converse(
             print(_HELP if known else f"There is no command {text}.\n{_HELP}", file=sys.stderr)
             continue
         messages.append({"role": "user", "content": text})
-        text, gain = answer(target, tokenizer, drafter, messages, arguments)
+        try:
+            text, gain = answer(target, tokenizer, drafter, messages, arguments)
+        except ValueError as error:
+            # Of this turn alone, as where the conversation has become longer than the target's context.
+            messages.pop()
+            print(printable(f"{error} `/clear` forgets the conversation."), file=sys.stderr)
+            continue
         messages.append({"role": "assistant", "content": text})
         show("\n")
         print(f"[{gain}]", file=sys.stderr)
