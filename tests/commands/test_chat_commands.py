@@ -51,3 +51,8 @@ def test_help_and_unknown_commands_are_not_sent(talk, capsys):
 def test_a_message_that_cannot_be_answered_is_left_out(talk, capsys):
     assert talk("too long", "b", "/exit") == (["s", "b", "yes"], [["s", "b"]])
     assert "The prompt is too long. `/clear` forgets the conversation." in capsys.readouterr().err
+
+
+def test_a_message_that_is_no_utf_8_is_left_out(talk, capsys):
+    assert talk("a\udcff", "b", "/exit") == (["s", "b", "yes"], [["s", "b"]])
+    assert r"`message` is 'a\udcff', which is no UTF-8" in capsys.readouterr().err

@@ -18,6 +18,7 @@ from ..training.chat_templates import chat_inputs
 from .chat_arguments import ChatArguments, parser
 from .generate import Reply, show
 from .printable import printable
+from .run_arguments import check_text
 
 _HELP = """/help    show this list
 /clear   forget the conversation, and start again
@@ -96,6 +97,11 @@ def converse(
         if re.fullmatch(r"/\w*", text):
             known = text in ("/", "/help")
             print(_HELP if known else f"There is no command {text}.\n{_HELP}", file=sys.stderr)
+            continue
+        try:
+            check_text("message", text)
+        except ValueError as error:
+            print(error, file=sys.stderr)
             continue
         messages.append({"role": "user", "content": text})
         try:

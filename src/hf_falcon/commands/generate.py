@@ -16,6 +16,7 @@ from ..drafters.lookup_drafter import file_tokens
 from ..lookup import LookupMemory
 from .generate_arguments import GenerateArguments, parser
 from .models import encode, within_context
+from .run_arguments import check_text
 
 
 class _Writer(TextStreamer):
@@ -129,6 +130,7 @@ def main(argv: list[str]) -> int:
     prompt = arguments.prompt or sys.stdin.read()
     if not prompt.strip():
         raise ValueError("`prompt` is empty: give `--prompt TEXT`, or a text on stdin.")
+    check_text("prompt", prompt)
     target, tokenizer, drafter = arguments.load()
     texts = [tokens for file in arguments.lookup_text if (tokens := file_tokens(file, tokenizer))]
     if drafter is not None and texts:

@@ -153,6 +153,19 @@ def check_output(name: str, folder: str, **read: str | None) -> None:
             raise ValueError(f"`{name}` is {folder!r}, the folder of the {source} itself: give another one.")
 
 
+def check_text(name: str, text: str) -> None:
+    """
+    Refuses a text from bytes that are no UTF-8, which no tokenizer reads.
+
+    Raises:
+        `ValueError`: naming the argument `name`, its value and the remedy.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"`{name}` is {short(text)}, which is no UTF-8: give a text in UTF-8.") from error
+
+
 def string_to_bool(text: str) -> bool:
     """
     The value of a flag that takes one.
