@@ -27,6 +27,27 @@ _LARGEST_FILE = 1 << 16
 _TRAINER = "arguments of transformers' Trainer (see `transformers.TrainingArguments`)"
 # Arguments of Trainer that most runs set: they are listed with the command's own.
 _MOST_USED = {"output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "bf16", "seed"}
+# Arguments that are files, folders or names on the Hub.
+_PLACES = {
+    "chat_template",
+    "data",
+    "decision",
+    "draft_model",
+    "drafter",
+    "eagle_like",
+    "exclude",
+    "features_dir",
+    "folder",
+    "init_from",
+    "learn",
+    "lookup_text",
+    "medusa_like",
+    "output",
+    "output_dir",
+    "repository",
+    "target",
+    "vocabulary_data",
+}
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -110,6 +131,9 @@ class CommandParser(argparse.ArgumentParser):
         raise ValueError(f"{message} (`{self.prog} --help` describes every argument).")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if not arg_string and action.dest in _PLACES:
+            # Else an empty path is the current folder, and an empty name the default.
+            raise ValueError(f"`{action.dest}` is '': give a path or a name, or leave the argument out.")
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
