@@ -125,6 +125,8 @@ def test_evaluate_takes_drafters_of_other_methods(saved, tmp_path, capsys):
         (["train", "--data", "a", "--output_dir", ""], "`output_dir` is '': give a path or a name"),
         (["instant", "--output", ""], "`output` is '': give a path or a name"),
         (["evaluate", "--data", "a", ""], "`data` is '': give a path or a name"),
+        (["generate", "--prompt", "a", "--seed", "-1"], "`seed` is -1; give an integer from 0 to 4294967295."),
+        (["instant", "--output", "a", "--seed", "99999999999999999999999"], "`seed` is 99999999999999999999999; give"),
         (["info"], "arguments are required: repository"),
         (["push", "a", "b", "c"], "unrecognized arguments: c"),
         (["prepare", "--responses", "mine", "--data", "a", "--output", "b"], "`responses` is 'mine': choose one of"),

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ..training.prepare_arguments import LEAST_TEMPERATURE, is_temperature
-from .run_arguments import CommandParser, at_least
+from .run_arguments import CommandParser, at_least, check_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -100,6 +100,7 @@ class DecodingArguments(ModelArguments):
         # A temperature has no other use.
         self.do_sample = self.do_sample or bool(self.temperature) or self.top_p is not None
         if self.seed is not None:
+            check_seed(self.seed)
             from transformers import set_seed
 
             set_seed(self.seed)

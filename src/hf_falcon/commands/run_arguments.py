@@ -177,6 +177,12 @@ def check_output(name: str, folder: str, **read: str | None) -> None:
             raise ValueError(f"`{name}` is {folder!r}, the folder of the {source} itself: give another one.")
 
 
+def check_seed(seed: int) -> None:
+    """Raises a `ValueError` for a seed that the random sources do not take."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"`seed` is {seed}; give an integer from 0 to {2**32 - 1}.")
+
+
 def check_text(name: str, text: str) -> None:
     """
     Refuses a text from bytes that are no UTF-8, which no tokenizer reads.
