@@ -17,6 +17,8 @@ def talk(monkeypatch):
         typed, answered = iter(lines), []
 
         def answer(target, tokenizer, drafter, messages, arguments):
+            if messages[-1]["content"] == "too long":
+                raise ValueError("The prompt is too long.")
             answered.append([message["content"] for message in messages])
             return "yes", "2 tokens"
 
@@ -44,3 +46,13 @@ def test_help_and_unknown_commands_are_not_sent(talk, capsys):
     assert talk("/help", "/exti", "/etc/hosts is a file", "/exit")[1] == [["s", "/etc/hosts is a file"]]
     error = capsys.readouterr().err
     assert error.count("/clear   forget") == 2 and "There is no command /exti." in error
+
+
+def test_a_message_that_cannot_be_answered_is_left_out(talk, capsys):
+    assert talk("too long", "b", "/exit") == (["s", "b", "yes"], [["s", "b"]])
+    assert "The prompt is too long. `/clear` forgets the conversation." in capsys.readouterr().err
+
+
+def test_a_message_that_is_no_utf_8_is_left_out(talk, capsys):
+    assert talk("a\udcff", "b", "/exit") == (["s", "b", "yes"], [["s", "b"]])
+    assert r"`message` is 'a\udcff', which is no UTF-8" in capsys.readouterr().err

@@ -11,11 +11,12 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 from safetensors import SafetensorError
-from tiny_models import tiny_target, tiny_tokenizer
+from tiny_models import new_drafter, new_target, tiny_target, tiny_tokenizer
 from utilities import edit
 
 from hf_falcon.commands import demo, models
 from hf_falcon.commands import main as entry
+from hf_falcon.commands.generate import Reply
 from hf_falcon.commands.report import Row, overall_speedup, run_order, summary, table
 
 
@@ -134,6 +135,37 @@ def test_resolve_dtype():
     assert models.resolve_dtype(torch.float64, "cpu") == torch.float64
     with pytest.raises(ValueError, match="`dtype` is 'int8'; choose one of auto, float32"):
         models.resolve_dtype("int8", "cpu")
+
+
+@pytest.mark.parametrize("device", ["foo", "", "meta", "cuda:99"])
+def test_a_device_that_cannot_compute_names_the_remedy(device):
+    with pytest.raises(ValueError, match=f"`device` is '{device}', where nothing can be computed .*: give `cpu`"):
+        models.resolve_device(device)
+
+
+def test_a_drafter_is_no_target(tmp_path):
+    target = tiny_target("llama")
+    new_drafter(target).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="`target` is '.*', a drafter: give it as `drafter`"):
+        models.load_target(str(tmp_path), "float32", "cpu")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt"])
+def test_a_text_ends_with_the_table_of_positions(name):
+    """Behind its end, the target would fail."""
+    target = new_target(name, max_position_embeddings=48, eos_token_id=None)
+    target.generation_config.eos_token_id = None
+    reply = Reply(target, None, tiny_tokenizer(), lambda text: None)
+    reply.run({"input_ids": torch.arange(3, 11)[None]}, {"max_new_tokens": 100, "do_sample": False})
+    assert reply.tokens == 40
+    with pytest.raises(ValueError, match="The prompt has 48 tokens, and the target's context 48: shorten it"):
+        models.within_context(target, 48, 1)
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom"])
+def test_positions_without_a_table_have_no_end(name):
+    assert models.within_context(tiny_target(name), 300, 100) == 100
 
 
 def test_missing_target_names_the_remedy(monkeypatch):
@@ -301,6 +333,7 @@ def test_demo_status_is_that_of_float32(monkeypatch, capsys, timed_ids, fp32_ids
 
     monkeypatch.setattr(demo, "load_target", lambda name, dtype, device: (StandInTarget(dtype), StandInTokenizer()))
     monkeypatch.setattr(demo, "load_drafter", load_drafter)
+    monkeypatch.setattr(demo, "within_context", lambda target, prompt_tokens, max_new_tokens: max_new_tokens)
     assert demo.main(["--json", "--dtype", "bfloat16", "--device", "cpu"]) == status
     # One object on stdout, and nothing beside it.
     found = json.loads(capsys.readouterr().out)

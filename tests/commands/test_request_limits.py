@@ -195,6 +195,8 @@ DEEP = json.loads("[" * 25 + "]" * 25)
         ({"max_tokens": "many"}, "invalid literal"),
         ({"max_tokens": -(10**30)}, "The limit of new tokens is"),
         ({"temperature": float("nan")}, "`temperature` is nan"),
+        ({"temperature": 1e-40}, "`temperature` is 1e-40; give 0 (the most probable token), or 1e-06 or more."),
+        ({"generation_config": '{"temperature": 1e-40}'}, "`temperature` of `generation_config` is 1e-40; give 0"),
         ({"frequency_penalty": -1}, "`frequency_penalty` is -1"),
         ({"stop": ["a" * 257]}, "`stop` is ['aaa"),
         ({"stop": ["a"] * 17}, "`stop` is ['a', "),

@@ -188,3 +188,43 @@ def test_a_reader_that_ends_is_no_error(tmp_path):
     )
     os.close(writer)
     assert result.returncode == 1 and result.stderr == b""
+
+
+def shell(command, tmp_path, **environment):
+    """Runs a line of the shell with `falcon` for `hf-falcon`: which streams are closed is the shell's to say."""
+    line = command.replace("falcon", f"{sys.executable} -m hf_falcon", 1)
+    return subprocess.run(
+        ["sh", "-c", line], env={**os.environ, **environment}, capture_output=True, text=True, cwd=tmp_path, timeout=60
+    )
+
+
+@pytest.mark.parametrize(
+    "command, status, text",
+    [
+        ("falcon generate <&-", 1, "`prompt` is empty: give `--prompt TEXT`"),
+        ("falcon --version >&-", 0, ""),
+        ("falcon tran 2>&-", 2, ""),
+        ("falcon --help >/dev/full", 1, "hf-falcon --help: error: "),
+        ("falcon --version >/dev/full", 1, "hf-falcon"),
+    ],
+)
+def test_streams_that_are_closed_or_full(command, status, text, tmp_path):
+    if "/dev/full" in command and not os.path.exists("/dev/full"):
+        pytest.skip("no /dev/full here")
+    result = shell(command, tmp_path)
+    assert result.returncode == status and text in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_character_that_stdout_cannot_encode_is_replaced(command_that_prints, tmp_path):
+    result = shell("falcon demo", tmp_path, PYTHONIOENCODING="ascii", PYTHONPATH=command_that_prints)
+    assert (result.returncode, result.stdout) == (0, "Fran?ois\n")
+
+
+@pytest.fixture
+def command_that_prints(tmp_path):
+    """A search path with which `hf-falcon demo` prints a text."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys, types\n"
+        "sys.modules['hf_falcon.commands.demo'] = types.SimpleNamespace(main=lambda argv: print('François') or 0)\n"
+    )
+    return os.pathsep.join([str(tmp_path), SOURCE])

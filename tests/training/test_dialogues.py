@@ -98,6 +98,19 @@ def test_sharegpt_package_is_found_without_import(tmp_path, monkeypatch):
     assert find_data("sharegpt") == file
     with pytest.raises(FileNotFoundError, match="absent.json"):
         find_data("absent.json")
+    with pytest.raises(ValueError, match="`data` is '': give a JSON, JSON Lines,"):
+        find_data("")
+
+
+def test_a_data_set_that_cannot_be_loaded_is_named(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(*_, **__):
+        raise ConnectionError("Couldn't reach 'absent' on the Hub (OfflineModeIsEnabled)")
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(OSError, match="`data` is 'absent', which cannot be loaded .Couldn't reach .*: give a JSON"):
+        list(messages_of("absent"))
 
 
 @pytest.mark.parametrize("records", [SHAREGPT, [{"messages": dialogue, "score": 1.5} for dialogue in EXPECTED]])

@@ -9,6 +9,7 @@ from ..bench.method_names import FALCON, METHOD_NAMES
 from ..bench.metrics import PLAIN
 from ..bench.prompts import HUB_DATA
 from ..bench.shapes import SHAPES
+from .generate_arguments import check_sampling
 from .run_arguments import CommandParser, at_least, check_names
 
 DESCRIPTION = """`hf-falcon bench`: compares decoding methods on the same target, prompts and machine, in one run."""
@@ -89,8 +90,7 @@ class BenchArguments:
         at_least(self, 1, "max_new_tokens", "repeats", "limit", "max_turns")
         at_least(self, 0, "busy_processes")
         template_variables(self.chat_template_kwargs)
-        if self.temperature < 0:
-            raise ValueError(f"`temperature` is {self.temperature}; give 0 (greedy) or more.")
+        check_sampling(self.temperature, None)
         if self.scaled is not None and self.scaled not in SHAPES:
             raise ValueError(f"`scaled` is {self.scaled!r}; choose one of {', '.join(SHAPES)}.")
         if any(budget < 1 for budget in self.node_budgets):

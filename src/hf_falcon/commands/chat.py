@@ -17,6 +17,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from ..training.chat_templates import chat_inputs
 from .chat_arguments import ChatArguments, parser
 from .generate import Reply, show
+from .printable import printable
+from .run_arguments import check_text
 
 _HELP = """/help    show this list
 /clear   forget the conversation, and start again
@@ -96,8 +98,19 @@ def converse(
             known = text in ("/", "/help")
             print(_HELP if known else f"There is no command {text}.\n{_HELP}", file=sys.stderr)
             continue
+        try:
+            check_text("message", text)
+        except ValueError as error:
+            print(error, file=sys.stderr)
+            continue
         messages.append({"role": "user", "content": text})
-        text, gain = answer(target, tokenizer, drafter, messages, arguments)
+        try:
+            text, gain = answer(target, tokenizer, drafter, messages, arguments)
+        except ValueError as error:
+            # Of this turn alone, as where the conversation has become longer than the target's context.
+            messages.pop()
+            print(printable(f"{error} `/clear` forgets the conversation."), file=sys.stderr)
+            continue
         messages.append({"role": "assistant", "content": text})
         show("\n")
         print(f"[{gain}]", file=sys.stderr)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from .generate_arguments import DecodingArguments
 from .learning_arguments import LearningArguments
-from .run_arguments import CommandParser
+from .run_arguments import CommandParser, check_text
 
 DESCRIPTION = """
 `hf-falcon chat`: a conversation in the terminal, with the speed and the acceptance of each reply.
@@ -24,6 +24,7 @@ class ChatArguments(LearningArguments, DecodingArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_learning(self.plain)
+        check_text("system", self.system or "")
 
 
 def parser() -> CommandParser:

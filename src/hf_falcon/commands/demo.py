@@ -18,7 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 from ..bench.runner import timed
 from ..cpu.row_invariant import row_invariant, unsupported_reason
 from .demo_arguments import DemoArguments, parser
-from .models import encode, load_drafter, load_target, resolve_device
+from .models import encode, load_drafter, load_target, resolve_device, within_context
 from .report import Row, run_order, summary, table
 
 PROMPTS = {
@@ -45,7 +45,7 @@ def generate(
     return target.generate(
         **inputs,
         assistant_model=drafter,
-        max_new_tokens=max_new_tokens,
+        max_new_tokens=within_context(target, inputs["input_ids"].shape[1], max_new_tokens),
         do_sample=False,
         return_dict_in_generate=True,
         streamer=streamer,

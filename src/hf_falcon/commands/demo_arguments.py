@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .run_arguments import CommandParser, at_least
+from .run_arguments import CommandParser, at_least, check_text
 
 DESCRIPTION = """
 `hf-falcon demo`: the same text with and without the drafter, side by side, and the time that the drafter saves.
@@ -40,6 +40,8 @@ class DemoArguments:
 
     def __post_init__(self) -> None:
         at_least(self, 1, "max_new_tokens", "repeats", "num_assistant_tokens")
+        for prompt in self.prompt or ():
+            check_text("prompt", prompt)
 
 
 def parser() -> CommandParser:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .generate_arguments import check_sampling
 from .run_arguments import CommandParser, at_least, check_names
 
 DESCRIPTION = """
@@ -71,8 +72,9 @@ class DoctorArguments:
         at_least(self, 1, "limit", "max_new_tokens")
         check_names(self.data or [])
         template_variables(self.chat_template_kwargs)
-        if self.temperature is not None and not self.temperature > 0:
-            raise ValueError(f"`temperature` is {self.temperature}; give a number above 0, or leave it out (greedy).")
+        if self.temperature == 0:
+            raise ValueError("`temperature` is 0.0; give a number above 0, or leave it out (greedy).")
+        check_sampling(self.temperature, None)
         if self.chat_template is not None and not Path(self.chat_template).is_file():
             raise FileNotFoundError(
                 f"`chat_template` is {self.chat_template!r}, which is not a file: give a Jinja file."

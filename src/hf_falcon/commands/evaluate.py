@@ -21,7 +21,7 @@ from ..cpu.row_invariant import row_invariant
 from ..training.chat_templates import template_variables
 from ..verdicts import verdict_of_prompt
 from .evaluate_arguments import EvaluateArguments, parser
-from .models import encode, load_drafter, load_target, note_other_variables, resolve_device
+from .models import encode, load_drafter, load_target, note_other_variables, resolve_device, within_context
 
 
 def measure_acceptance(
@@ -38,7 +38,8 @@ def measure_acceptance(
     divergences: list[dict[str, Any]] = []
     for number, prompt in enumerate(tqdm(prompts, unit="prompt", leave=False)):
         inputs = encode(tokenizer, prompt, target.device, template_variables(arguments.chat_template_kwargs))
-        options: dict[str, Any] = {"max_new_tokens": arguments.max_new_tokens, "do_sample": False}
+        most = within_context(target, inputs["input_ids"].shape[1], arguments.max_new_tokens)
+        options: dict[str, Any] = {"max_new_tokens": most, "do_sample": False}
         output = target.generate(**inputs, **options, assistant_model=drafter, return_dict_in_generate=True)
         found = output.draft_statistics
         if found is None:

@@ -15,7 +15,8 @@ from ..core.draft_statistics import DraftStatistics
 from ..drafters.lookup_drafter import file_tokens
 from ..lookup import LookupMemory
 from .generate_arguments import GenerateArguments, parser
-from .models import encode
+from .models import encode, within_context
+from .run_arguments import check_text
 
 
 class _Writer(TextStreamer):
@@ -93,7 +94,14 @@ class Reply:
         self._writer.end()
 
     def run(self, inputs: dict[str, torch.Tensor], options: dict[str, Any]) -> None:
-        """Writes the text."""
+        """
+        Writes the text, up to the end of the target's context.
+
+        Raises:
+            `ValueError`: see [`within_context`].
+        """
+        most = within_context(self._target, inputs["input_ids"].shape[1], options["max_new_tokens"])
+        options = {**options, "max_new_tokens": most}
         self._start = time.perf_counter()
         hook = self._target.register_forward_hook(self._writer.after_forward)
         try:
@@ -122,6 +130,7 @@ def main(argv: list[str]) -> int:
     prompt = arguments.prompt or sys.stdin.read()
     if not prompt.strip():
         raise ValueError("`prompt` is empty: give `--prompt TEXT`, or a text on stdin.")
+    check_text("prompt", prompt)
     target, tokenizer, drafter = arguments.load()
     texts = [tokens for file in arguments.lookup_text if (tokens := file_tokens(file, tokenizer))]
     if drafter is not None and texts:

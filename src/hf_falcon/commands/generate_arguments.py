@@ -3,12 +3,12 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from .run_arguments import CommandParser, at_least
+from ..training.prepare_arguments import LEAST_TEMPERATURE, is_temperature
+from .run_arguments import CommandParser, at_least, check_seed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -100,6 +100,7 @@ class DecodingArguments(ModelArguments):
         # A temperature has no other use.
         self.do_sample = self.do_sample or bool(self.temperature) or self.top_p is not None
         if self.seed is not None:
+            check_seed(self.seed)
             from transformers import set_seed
 
             set_seed(self.seed)
@@ -128,8 +129,10 @@ def check_sampling(temperature: float | None, top_p: float | None) -> None:
     Raises:
         `ValueError`: naming field, value and remedy.
     """
-    if temperature is not None and not 0 <= temperature < math.inf:
-        raise ValueError(f"`temperature` is {temperature}; give 0 (the most probable token) or more.")
+    if temperature is not None and not is_temperature(temperature):
+        raise ValueError(
+            f"`temperature` is {temperature}; give 0 (the most probable token), or {LEAST_TEMPERATURE} or more."
+        )
     if top_p is not None and not 0 < top_p <= 1:
         raise ValueError(f"`top_p` is {top_p}; give a number above 0 and at most 1.")
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..learning.options import check_folder
-from .run_arguments import CommandParser, at_least
+from .run_arguments import CommandParser, at_least, check_seed
 
 DESCRIPTION = """
 `hf-falcon instant`: makes a drafter for a target from some of its own responses, without data and without training.
@@ -42,6 +42,7 @@ class InstantArguments:
     def __post_init__(self) -> None:
         at_least(self, 1, "num_draft_layers", "draft_vocab_size")
         at_least(self, 8, "limit")
+        check_seed(self.seed)
         at_least(self, 4, "max_new_tokens")
         folder = Path(self.output)
         if folder.is_file() or (folder.is_dir() and any(folder.iterdir()) and not is_drafter(folder)):

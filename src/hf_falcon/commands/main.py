@@ -64,14 +64,32 @@ def main(argv: list[str] | None = None) -> int:
         `int`: The exit status: the command's own; 1 after an error, 2 where no command of that name exists, 130 after
         an interrupt. An expected error is printed as one line, or raised with `HF_FALCON_DEBUG=1` in the environment.
     """
+    _prepare_streams()
     try:
         status = _run(sys.argv[1:] if argv is None else argv)
-        sys.stdout.flush()
-        return status
     except BrokenPipeError:
-        # The reader has ended, as `hf-falcon ... | head` does. Python would flush into the broken pipe again at exit.
+        status = 1
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        # If the reader has ended, as `hf-falcon ... | head` does, nobody misses the rest.
+        if not isinstance(error, BrokenPipeError):
+            print(f"hf-falcon: error: stdout cannot be written: {error.strerror}.", file=sys.stderr)
+        # Python would flush again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        status = 1
+    return status
+
+
+def _prepare_streams() -> None:
+    """Streams that are closed become empty, and a character that their encoding lacks is no error."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):
+        # A test or a notebook has streams of its own.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=errors)
 
 
 def _run(argv: list[str]) -> int:
@@ -80,19 +98,18 @@ def _run(argv: list[str]) -> int:
         print(usage(), file=sys.stderr)
         return 2
     name, *arguments = argv
-    if name in ("-h", "--help"):
-        print(usage())
-        return 0
-    if name == "--version":
-        print(f"hf-falcon {installed_version()}")
-        return 0
-    if name not in COMMANDS:
-        nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
-        remedy = f"did you mean `{nearest[0]}`?" if nearest else f"choose one of {', '.join(COMMANDS)}."
-        print(f"hf-falcon: error: unknown command `{name}`; {remedy}", file=sys.stderr)
-        return 2
-
     try:
+        if name in ("-h", "--help"):
+            print(usage())
+            return 0
+        if name == "--version":
+            print(f"hf-falcon {installed_version()}")
+            return 0
+        if name not in COMMANDS:
+            nearest = difflib.get_close_matches(name, COMMANDS, n=1, cutoff=0.5)
+            remedy = f"did you mean `{nearest[0]}`?" if nearest else f"choose one of {', '.join(COMMANDS)}."
+            print(f"hf-falcon: error: unknown command `{name}`; {remedy}", file=sys.stderr)
+            return 2
         if name not in _PARSED_LATER and not {"-h", "--help"}.isdisjoint(arguments):
             # Prints the help, and exits.
             importlib.import_module(f"hf_falcon.commands.{name}_arguments").parser().parse_args(arguments)

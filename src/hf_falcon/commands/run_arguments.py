@@ -27,6 +27,27 @@ _LARGEST_FILE = 1 << 16
 _TRAINER = "arguments of transformers' Trainer (see `transformers.TrainingArguments`)"
 # Arguments of Trainer that most runs set: they are listed with the command's own.
 _MOST_USED = {"output_dir", "num_train_epochs", "max_steps", "per_device_train_batch_size", "bf16", "seed"}
+# Arguments that are files, folders or names on the Hub.
+_PLACES = {
+    "chat_template",
+    "data",
+    "decision",
+    "draft_model",
+    "drafter",
+    "eagle_like",
+    "exclude",
+    "features_dir",
+    "folder",
+    "init_from",
+    "learn",
+    "lookup_text",
+    "medusa_like",
+    "output",
+    "output_dir",
+    "repository",
+    "target",
+    "vocabulary_data",
+}
 
 
 class _HelpFormatter(argparse.HelpFormatter):
@@ -110,6 +131,9 @@ class CommandParser(argparse.ArgumentParser):
         raise ValueError(f"{message} (`{self.prog} --help` describes every argument).")
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        if not arg_string and action.dest in _PLACES:
+            # Else an empty path is the current folder, and an empty name the default.
+            raise ValueError(f"`{action.dest}` is '': give a path or a name, or leave the argument out.")
         try:
             return super()._get_value(action, arg_string)
         except argparse.ArgumentError as error:
@@ -151,6 +175,25 @@ def check_output(name: str, folder: str, **read: str | None) -> None:
     for source, place in read.items():
         if place is not None and Path(place).is_dir() and Path(place).resolve() == Path(folder).resolve():
             raise ValueError(f"`{name}` is {folder!r}, the folder of the {source} itself: give another one.")
+
+
+def check_seed(seed: int) -> None:
+    """Raises a `ValueError` for a seed that the random sources do not take."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"`seed` is {seed}; give an integer from 0 to {2**32 - 1}.")
+
+
+def check_text(name: str, text: str) -> None:
+    """
+    Refuses a text from bytes that are no UTF-8, which no tokenizer reads.
+
+    Raises:
+        `ValueError`: naming the argument `name`, its value and the remedy.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"`{name}` is {short(text)}, which is no UTF-8: give a text in UTF-8.") from error
 
 
 def string_to_bool(text: str) -> bool:

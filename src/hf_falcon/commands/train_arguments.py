@@ -78,7 +78,7 @@ class DrafterArguments:
         default=None, metadata={"help": "Number of tokens that the drafter scores; all by default."}
     )
     max_length: int = field(default=512, metadata={"help": "Longer samples are cut."})
-    eval_samples: int = field(default=64, metadata={"help": "Samples held out for evaluation."})
+    eval_samples: int = field(default=64, metadata={"help": "Samples held out for evaluation, a tenth at most."})
     vocabulary_data: list[str] = field(
         default_factory=list, metadata={"help": "Further token files that are counted for the draft vocabulary."}
     )

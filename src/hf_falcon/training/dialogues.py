@@ -42,6 +42,7 @@ _MOST_UNCLOSED = 20
 _CUT_OFF = object()
 # What stands for a byte that is not UTF-8.
 _NOT_UTF8 = re.compile("[\udc80-\udcff]")
+_DATA = "a JSON, JSON Lines, Parquet or Arrow file of dialogues, 'sharegpt', or a data set's folder or name on the Hub"
 
 
 def find_data(data: str | Path) -> Path | None:
@@ -58,17 +59,17 @@ def find_data(data: str | Path) -> Path | None:
 
     Raises:
         FileNotFoundError: there is no such file, or the package is not installed.
+        ValueError: the name is empty.
     """
+    if not str(data):
+        raise ValueError(f"`data` is '': give {_DATA}.")
     if data == "sharegpt":
         return _sharegpt_file()
     path = Path(data)
     if path.is_file():
         return path
     if path.suffix in (".json", ".jsonl", *_TABLES):
-        raise FileNotFoundError(
-            f"`data` is {str(data)!r}, and there is no such file: give a JSON, JSON Lines, Parquet or Arrow file "
-            "of dialogues, 'sharegpt', or a data set's folder or name on the Hub."
-        )
+        raise FileNotFoundError(f"`data` is {str(data)!r}, and there is no such file: give {_DATA}.")
     return None
 
 
@@ -117,8 +118,8 @@ def read_dialogues(
         ValueError: the file is not JSON, there is no such split, or a record has no known form, is too long or nested
             too deeply. Names file, record (from 1), field and value. With `skipped`: more records than its limit
             cannot be read, or no record begins in the 8,388,608 characters behind a malformed one of an array.
-        FileNotFoundError: there is no such file or data set.
-        OSError: `datasets` is not installed.
+        FileNotFoundError: there is no such file.
+        OSError: `datasets` is not installed, or the data set cannot be loaded.
     """
     path = find_data(data)
     if path is None or path.suffix in _TABLES:
@@ -165,7 +166,11 @@ def _load_dataset(name: str, split: str, file: Path | None) -> Iterator[Any]:
             # A folder, perhaps on a drive.
             repository, configuration = name, ""
         # A slice has to be found first. A stream begins at once, and is not stored.
-        rows = datasets.load_dataset(repository, configuration or None, split=split, streaming="[" not in split)
+        try:
+            rows = datasets.load_dataset(repository, configuration or None, split=split, streaming="[" not in split)
+        except OSError as error:
+            reason = str(error).partition("\n")[0].rstrip(".")
+            raise OSError(f"`data` is {name!r}, which cannot be loaded ({reason}): give {_DATA}.") from error
     for row in rows:
         yield _without_none(row)
 

@@ -7,6 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+# Logits that are divided by less can exceed the range of float32.
+LEAST_TEMPERATURE = 1e-6
+
+
+def is_temperature(value: float) -> bool:
+    """Whether a target can sample at a temperature, or at 0 decode greedily."""
+    return value == 0 or LEAST_TEMPERATURE <= value < float("inf")
+
 
 @dataclass
 class PrepareArguments:
@@ -177,5 +185,8 @@ class PrepareArguments:
             )
         if self.feature_layers and not self.keep_features:
             raise ValueError(f"`feature_layers` is {self.feature_layers}: it needs `keep_features`.")
-        if not self.temperatures or not all(0 <= value < float("inf") for value in self.temperatures):
-            raise ValueError(f"`temperatures` is {self.temperatures}: give one or more numbers >= 0 (0 is greedy).")
+        if not self.temperatures or not all(map(is_temperature, self.temperatures)):
+            raise ValueError(
+                f"`temperatures` is {self.temperatures}: give one or more numbers that are 0 (greedy) or at least "
+                f"{LEAST_TEMPERATURE}."
+            )
