@@ -41,7 +41,7 @@ _MOST_ROWS = 256
 # Numbers of rows that are compared; and how many of them that are alike suffice, which is a usual tree.
 _SIZES = (*range(1, 9), 10, 12, 14, 16, 17, 20, 24, 28, 31, 32, 33, 36, 40, 48, 56, 64, 96, 128, 192, 256)
 _ENOUGH = 16
-# Rows that are multiplied for each number, at most or at once.
+# Rows that are multiplied for each number, in parts of that number; for a larger one a single part.
 _COMPARED_ROWS = 64
 # Outputs of the weight that it is done with, at most, and those that differ from each other. More change no order.
 _MOST_OUTPUTS, _OUTPUTS = 4096, 512
@@ -145,7 +145,7 @@ def row_invariant(target: PreTrainedModel) -> Iterator[None]:
         target ([`PreTrainedModel`]): a target with "sdpa" attention, on a device with float64.
 
     Raises:
-        `ValueError`: if the target is on a device without float64, or has another attention.
+        `ValueError`: if the target is on a device without float64, or has another attention or one of its own.
     """
     if decoder_of(target).dtype not in _DTYPES:
         yield
