@@ -492,41 +492,46 @@ def test_a_state_that_is_written_in_place_is_left_alone():
 class Counting(type(tiny_target("llama"))):
     """Another bias after some steps, which it counts."""
 
+    kind = int
+
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, **kwargs):
         kwargs = super()._update_model_kwargs_for_generation(outputs, model_kwargs, **kwargs)
         return kwargs | {"step": kwargs.get("step", 0) + 1}
 
     def prepare_inputs_for_generation(self, input_ids, step=0, **kwargs):
-        return super().prepare_inputs_for_generation(input_ids, **kwargs) | {"step": step}
+        return super().prepare_inputs_for_generation(input_ids, **kwargs) | {"step": self.kind(step)}
 
     def forward(self, input_ids=None, step=0, **kwargs):
         outputs = super().forward(input_ids=input_ids, **kwargs)
-        if step > 8:
+        if float(step) > 8:
             outputs.logits[..., 5] += 9.0
         return outputs
 
 
-def test_an_input_that_counts_steps(warnings_given):
+@pytest.mark.parametrize("kind", [int, float, str])
+def test_an_input_that_counts_steps(kind, warnings_given, monkeypatch):
+    monkeypatch.setattr(Counting, "kind", kind)
     target, ids = Counting(new_target("llama").config).eval(), prompt(9)
-    # The signature has what transformers looks for.
-    Counting.forward.__signature__ = inspect.signature(type(tiny_target("llama")).forward)
+    # The probe looks for the cache there.
+    monkeypatch.setattr(Counting.forward, "__signature__", inspect.signature(target.__class__.__base__.forward), False)
     expected = generate(target, ids)
     found = generate(target, ids, assistant_model=tiny_drafter(target))
     assert found.sequences.tolist() == expected.sequences.tolist()
-    assert "['step'] of the target's inputs are other numbers" in warnings_given()[-1]
+    assert "['step'] of the target's inputs have other values" in warnings_given()[-1]
 
 
 def test_an_interrupted_tap_collects_nothing(monkeypatch):
-    target, tap = new_target("llama"), FeatureTap(new_target("llama"))
+    target = new_target("llama")
     tap = FeatureTap(target, [1])
 
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(target.model.layers[1], "register_forward_hook", interrupted)
-    monkeypatch.setattr(target.model.layers[0], "register_forward_hook", interrupted)
+    for layer in target.model.layers:
+        monkeypatch.setattr(layer, "register_forward_hook", interrupted)
     with pytest.raises(KeyboardInterrupt), tap:
         pass
+    assert target.model._forward_hooks
     target(prompt(5))
     assert tap.is_empty
 

@@ -312,7 +312,7 @@ def test_odd_layers(in_step):
     target = low("llama")
     target.empty, target.none = torch.nn.Linear(4, 0), torch.nn.Linear(0, 4)
     with hf_falcon.row_invariant(target):
-        assert not {"forward"} & {*vars(target.empty), *vars(target.none)}
+        assert not any("forward" in vars(layer) for layer in (target.empty, target.none))
     with pytest.raises(RuntimeError, match="shapes"):
         RowInvariantForward(torch.nn.Linear(8, 4), range(2, 3))(torch.randn(1, 4))
 
@@ -331,10 +331,13 @@ def test_an_attention_of_its_own_is_refused():
 def test_transformers_prompt_lookup(name, in_parts):
     """Its rounds are no rounds of ours. The first may hold the prompt, which is not what plain decoding runs."""
     target, ids = low(name, **LARGE), prompt(20)
+    rows = []
+    target.register_forward_pre_hook(lambda _, args, named: rows.append(named["input_ids"].shape[1]), with_kwargs=True)
     with hf_falcon.row_invariant(target):
         plain = generate(target, ids, max_new_tokens=120)
         found = generate(target, ids, max_new_tokens=120, prompt_lookup_num_tokens=40)
-    assert not any(differing(plain, found)[2:])
+    assert max(rows) > 32
+    assert not any(differing(plain, found))
 
 
 @pytest.mark.parametrize(

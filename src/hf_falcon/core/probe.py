@@ -500,8 +500,8 @@ def _no_draft_reason(
         return f"`{wanted[0]}` was asked for, which the installed package returns (`pip install hf-falcon`)"
     step = extra_inputs(first_step(model, input_ids, model_kwargs))
     later = extra_inputs(first_step(model, input_ids, extend_model_kwargs(model, model_kwargs, new_tokens=1)))
-    counted = sorted(name for name, value in step.items() if isinstance(value, int) and later.get(name) != value)
-    return f"{counted} of the target's inputs are other numbers in every step" if counted else None
+    counted = sorted(k for k, value in step.items() if isinstance(value, (int, float, str)) and later.get(k) != value)
+    return f"{counted} of the target's inputs have other values in every step" if counted else None
 
 
 def _own_method(part: Any, modules: tuple[str, ...]) -> str | None:

@@ -139,7 +139,8 @@ def row_invariant(target: PreTrainedModel) -> Iterator[None]:
     run inside, and those that were compiled outside run outside.
     `hf-falcon doctor --exactness` shows what differs, by module.
 
-    On devices other than a CPU every product has 64 rows. That was tried on a simulated device only.
+    On devices other than a CPU every product of a round or a step has 64 rows. That was tried on a simulated device
+    only.
 
     Args:
         target ([`PreTrainedModel`]): a target with "sdpa" attention, on a device with float64.
