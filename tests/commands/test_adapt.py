@@ -139,6 +139,11 @@ def test_refusals(workplace, tmp_path, capsys, monkeypatch):
     assert "`limit` is 3" in capsys.readouterr().err
     assert entry.main(words(workplace, tmp_path / "old", tmp_path / "new", data=tmp_path / "missing.jsonl")) == 1
     assert "missing.jsonl" in capsys.readouterr().err
+    for name, value in (("learning_rate", "nan"), ("num_train_epochs", "0"), ("max_minutes", "-1")):
+        assert entry.main(words(workplace, tmp_path / "old", tmp_path / "new", **{name: value})) == 1
+        assert f"`{name}` is {float(value)}: give a number above 0" in capsys.readouterr().err
+    assert entry.main(words(workplace, tmp_path / "old", tmp_path / "new", max_new_tokens=10**6)) == 1
+    assert "`max_new_tokens` is 1000000, and the target's context has" in capsys.readouterr().err
     monkeypatch.setattr(command, "load_target", lambda *args, **kwargs: pytest.fail("loaded"))
     assert entry.main(words(workplace, tmp_path / "old", workplace / "finetune")) == 1
     assert "the folder of the target itself" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from tiny_models import new_drafter, new_target, tiny_target, tiny_tokenizer
 from utilities import edit
 
-from hf_falcon.commands import demo, models
+from hf_falcon.commands import demo, doctor, models
 from hf_falcon.commands import main as entry
 from hf_falcon.commands.generate import Reply
 from hf_falcon.commands.report import Row, overall_speedup, run_order, summary, table
@@ -161,6 +161,26 @@ def test_a_text_ends_with_the_table_of_positions(name):
     assert reply.tokens == 40
     with pytest.raises(ValueError, match="The prompt has 48 tokens, and the target's context 48: shorten it"):
         models.within_context(target, 48, 1)
+
+
+def test_measurements_stay_within_a_table_of_positions(tmp_path, capsys, monkeypatch):
+    """Shorter answers, a shorter context, and one line where the answers of a dialogue have to be shorter."""
+    monkeypatch.setenv("HF_FALCON_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(doctor, "PROMPTS", {"chat": ["xyz.xyz"]})
+    target = new_target("gpt2", max_position_embeddings=48)
+    target.save_pretrained(tmp_path / "target")
+    tiny_tokenizer().save_pretrained(tmp_path / "target")
+    new_drafter(target, num_assistant_tokens=5).save_pretrained(tmp_path / "drafter")
+    (tmp_path / "prompts.jsonl").write_text('{"turns": ["abcdefgh", "hgfe"]}\n')
+    words = ["--target", f"{tmp_path}/target", "--drafter", f"{tmp_path}/drafter", "--data"]
+    words += [f"{tmp_path}/prompts.jsonl", "--dtype", "float32", "--device", "cpu", "--max_new_tokens", "100"]
+    assert entry.main(["doctor", *words, "--json"]) == 0
+    assert 0 < json.loads(capsys.readouterr().out)["max_new_tokens"] < 48
+    assert entry.main(["tune", *words, "--seconds", "0.1"]) == 0
+    assert json.loads((tmp_path / "drafter" / "tune.json").read_text())["seconds"]["0"] > 0
+    capsys.readouterr()
+    assert entry.main(["bench", *words, "--output", str(tmp_path / "report")]) == 1
+    assert "and the target's context has 48: lower `max_new_tokens` or `max_turns`" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom"])

@@ -391,6 +391,7 @@ def test_a_state_that_is_not_written_whole(target, tmp_path, monkeypatch):
         ("distillation_weight", float("inf")),
         ("max_minutes", -1.0),
         ("max_minutes", float("nan")),
+        ("learning_rate", float("nan")),
     ],
 )
 def test_numbers_out_of_range(tmp_path, name, value):

@@ -102,7 +102,7 @@ def tune(
     Args:
         target, drafter: the models. The drafting options of the drafter's generation configuration are changed.
         prompts (`list[dict[str, torch.Tensor]]`): the inputs of `generate`, one prompt each.
-        context (`int`): tokens before the round that is timed.
+        context (`int`): tokens before the round that is timed, or as many as the target has positions for.
         max_new_tokens (`int`): tokens of an answer, at most.
         seconds (`float`): how long the target is timed.
 
@@ -121,6 +121,8 @@ def tune(
         options = replace(options, draft_top_k=1, draft_width=1)
     acceleration = target_acceleration(target, reads_layers=bool(drafter.config.feature_layers))
     nodes = options.num_assistant_tokens
+    if (table := most_positions(target)) is not None:
+        context = max(1, min(context, table - nodes - 1))
     cost_key = CostKey.of(target, context, nodes, 1, acceleration.is_packed, acceleration.sizes)
     layers = drafter.config.feature_layers
     measured = target_seconds(target, context, nodes, seconds, layers)

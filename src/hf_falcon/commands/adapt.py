@@ -16,6 +16,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..checkpoint_files import name_target, weights_fingerprint
 from ..core.drafter import DraftModel, FalconDraftModel
+from ..core.target_parts import longest_text
 from ..json_files import read_own_object
 from ..learning.student import unsupported_reason
 from ..training.dialogues import find_data
@@ -63,9 +64,14 @@ def adapt(
             f"`drafter` is a {type(drafter).__name__}, which has no weights that this package trains: give one of "
             "Falcon or EAGLE-3."
         )
+    context = longest_text(target.config.get_text_config(decoder=True)) or _LONGEST_PROMPT + arguments.max_new_tokens
+    if context <= arguments.max_new_tokens:
+        raise ValueError(
+            f"`max_new_tokens` is {arguments.max_new_tokens}, and the target's context has {context} tokens, of which "
+            "a prompt takes some: lower it."
+        )
     folder = Path(arguments.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
-    context = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None) or _LONGEST_PROMPT
     data = prepare(
         PrepareArguments(
             data=arguments.data,
@@ -75,7 +81,7 @@ def adapt(
             strict=arguments.strict,
             output=str(folder / TOKENS_NAME),
             limit=arguments.limit,
-            max_prompt_tokens=max(1, min(_LONGEST_PROMPT, context - arguments.max_new_tokens)),
+            max_prompt_tokens=min(_LONGEST_PROMPT, context - arguments.max_new_tokens),
             max_new_tokens=arguments.max_new_tokens,
             batch_size=min(64, arguments.limit),
             seed=arguments.seed,

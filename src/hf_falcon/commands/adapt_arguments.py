@@ -77,6 +77,9 @@ class AdaptArguments:
         for name in ("limit", "max_new_tokens", "eval_prompts", "batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"`{name}` is {getattr(self, name)}: it must be at least 1.")
+        for name in ("learning_rate", "num_train_epochs", "max_minutes"):
+            if (value := getattr(self, name)) is not None and not 0 < value < float("inf"):
+                raise ValueError(f"`{name}` is {value}: give a number above 0.")
         self.chat_template_kwargs = template_variables(self.chat_template_kwargs)
         check_bad_share(self.max_bad_share)
         if self.limit <= self.eval_prompts:

@@ -41,6 +41,7 @@ from .main import installed_version
 from .models import (
     MEDUSA_LIKE_NAME,
     TARGET_NAME,
+    fixed_context,
     load_drafter,
     load_target,
     no_progress_bars,
@@ -67,6 +68,13 @@ def main(argv: list[str]) -> int:
     variables = template_variables(arguments.chat_template_kwargs)
     note_other_variables(models.drafters.get(FALCON), variables)
     models.longest_context = longest_context(tokenizer, data, arguments.max_new_tokens, variables)
+    context = fixed_context(models.target)
+    if context is not None and models.longest_context > context:
+        raise ValueError(
+            f"The longest dialogue of `data` takes up to {models.longest_context} tokens, with `max_new_tokens` "
+            f"{arguments.max_new_tokens}, and the target's context has {context}: lower `max_new_tokens` or "
+            "`max_turns`."
+        )
     methods, absent = resolve(arguments.method_names, models)
     for name, why in absent.items():
         print(f"`{name}` is left out: {why}.")

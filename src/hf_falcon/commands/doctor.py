@@ -7,6 +7,7 @@ together. For a target without a drafter, it says what can draft for it on this 
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import textwrap
@@ -44,6 +45,7 @@ from .models import (
     resolve_device,
     shipped_drafter,
     source_named,
+    within_context,
 )
 
 # Everyday prompts by kind. None is of MT-bench, HumanEval or GSM8K.
@@ -371,13 +373,17 @@ def main(argv: list[str]) -> int:
         tokenizer, drafter, provenance, arguments.chat_template, all_texts, device, variables
     )
     everyday = [encode(tokenizer, text, device, variables) for each in PROMPTS.values() for text in each]
+    prompts = {kind: [encode(tokenizer, text, device, variables) for text in each] for kind, each in texts.items()}
+    tried = itertools.chain(everyday, *prompts.values(), *(template.prompts for template in templates))
+    longest = max(inputs["input_ids"].shape[1] for inputs in tried)
+    most = within_context(target, longest, arguments.max_new_tokens)
     found = diagnose(
         Case(
             target,
             drafter,
-            {kind: [encode(tokenizer, text, device, variables) for text in each] for kind, each in texts.items()},
+            prompts,
             lambda token: tokenizer.decode([token]),
-            arguments.max_new_tokens,
+            most,
             adapt_command(arguments.target, name),
         ),
         everyday if arguments.data else None,
@@ -393,11 +399,11 @@ def main(argv: list[str]) -> int:
     if arguments.json:
         models = {"target": target.name_or_path, "drafter": name, "dtype": str(dtype).removeprefix("torch.")}
         more = {} if learnt is None else {"learning": learnt}
-        print(json.dumps({**models, "max_new_tokens": arguments.max_new_tokens, **more, **found.to_dict()}))
+        print(json.dumps({**models, "max_new_tokens": most, **more, **found.to_dict()}))
     else:
         print(
             f"{target.name_or_path} with {Path(name).name if Path(name).is_dir() else name}, "
-            f"{str(dtype).removeprefix('torch.')}, greedy, {arguments.max_new_tokens} tokens an answer\n"
+            f"{str(dtype).removeprefix('torch.')}, greedy, {most} tokens an answer\n"
         )
         if learnt is not None:
             print(f"{_filled(describe(learnt))}\n")

@@ -255,10 +255,19 @@ def encode(
     return chat_inputs(tokenizer, [{"role": "user", "content": prompt}], device, variables)
 
 
+def fixed_context(target: PreTrainedModel) -> int | None:
+    """
+    Tokens of a target's context, if it fails behind them because it looks its positions up in a table; `None` if it
+    has no such table. Rotary positions have no end.
+    """
+    context = longest_text(target.config.get_text_config(decoder=True))
+    return context if context is not None and _has_position_table(target, context) else None
+
+
 def within_context(target: PreTrainedModel, prompt_tokens: int, max_new_tokens: int) -> int:
     """
-    The new tokens for which a target has positions: behind the end of a table of positions it fails. Rotary positions
-    have no end. Says once on stderr where a text ends earlier than `max_new_tokens`.
+    The new tokens for which a target has positions; see [`fixed_context`]. Says once on stderr where a text ends
+    earlier than `max_new_tokens`.
 
     Args:
         target ([`PreTrainedModel`]): the target.
@@ -271,8 +280,8 @@ def within_context(target: PreTrainedModel, prompt_tokens: int, max_new_tokens: 
     Raises:
         `ValueError`: if the prompt alone fills the context.
     """
-    context = longest_text(target.config.get_text_config(decoder=True))
-    if context is None or prompt_tokens + max_new_tokens <= context or not _has_position_table(target, context):
+    context = fixed_context(target)
+    if context is None or prompt_tokens + max_new_tokens <= context:
         return max_new_tokens
     if prompt_tokens >= context:
         raise ValueError(f"The prompt has {prompt_tokens} tokens, and the target's context {context}: shorten it.")

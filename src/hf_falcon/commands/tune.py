@@ -22,7 +22,7 @@ from ..learning.options import check_folder
 from ..private_names import without_mark_of_origin
 from ..training.chat_templates import template_variables
 from ..training.token_file import write_atomically
-from .models import encode, load_network, load_target, note_other_variables, resolve_device
+from .models import encode, load_network, load_target, note_other_variables, resolve_device, within_context
 from .tune_arguments import TuneArguments, parser
 
 _PROMPTS = ["Why is the sky blue?", "Write a Python function that merges two sorted lists.", "What is 17 * 23 + 4?"]
@@ -54,7 +54,9 @@ def main(argv: list[str]) -> int:
     variables = template_variables(arguments.chat_template_kwargs)
     note_other_variables(drafter, variables)
     prompts = [encode(tokenizer, text, device, variables) for text in texts]
-    found = tune(target, drafter, prompts, arguments.context, arguments.max_new_tokens, arguments.seconds)
+    longest = max(inputs["input_ids"].shape[1] for inputs in prompts)
+    most = within_context(target, longest, arguments.max_new_tokens)
+    found = tune(target, drafter, prompts, arguments.context, most, arguments.seconds)
 
     times = found.seconds
     print(aligned([["nodes", *map(str, times)], ["ms", *(f"{1e3 * value:.1f}" for value in times.values())]]))

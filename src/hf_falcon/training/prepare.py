@@ -27,7 +27,7 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, StaticCache, StoppingCriteria
 
 from ..checkpoint_files import exact_fingerprint, weights_fingerprint
-from ..core.target_parts import CACHE_NAME, FeatureTap
+from ..core.target_parts import CACHE_NAME, FeatureTap, longest_text
 from ..json_files import read_own_object
 from ..private_names import takes_static_cache
 from .chat_templates import ChatTemplate, template_variables
@@ -526,7 +526,7 @@ def _word_runs(text: str) -> set[tuple[str, ...]]:
 
 
 def _check_context(arguments: PrepareArguments, model: PreTrainedModel) -> None:
-    longest = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    longest = longest_text(model.config.get_text_config(decoder=True))
     if longest is not None and arguments.max_prompt_tokens + arguments.max_new_tokens > longest:
         raise ValueError(
             f"`max_prompt_tokens` ({arguments.max_prompt_tokens}) and `max_new_tokens` ({arguments.max_new_tokens}) "

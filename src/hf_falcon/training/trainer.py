@@ -156,7 +156,7 @@ class FalconTrainingArguments(TrainingArguments):
         for name in ("label_smoothing_factor", "neftune_noise_alpha"):
             if getattr(self, name):
                 raise ValueError(f"`{name}` is {getattr(self, name)}: the loss of a drafter has no such term.")
-        for name in ("regression_weight", "distillation_weight", "feature_noise", "max_minutes"):
+        for name in ("learning_rate", "regression_weight", "distillation_weight", "feature_noise", "max_minutes"):
             if (value := getattr(self, name)) is not None and not 0 <= value < math.inf:
                 raise ValueError(f"`{name}` is {value}: give 0 or more.")
         for name in ("soft_label_share", "glancing_ratio"):
