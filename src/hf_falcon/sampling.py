@@ -283,7 +283,8 @@ def _rivals(sequence: TokenSequence, logits: Tensor, count: int) -> tuple[list[T
     The sequence with each of the `count` likeliest other tokens instead of its newest, which `logits`, of shape
     `(1, vocab_size)`, led to; and their log-probabilities, 0 for the newest token first.
     """
-    before = sequence.without_newest()
+    before = copy.copy(sequence)
+    before.token_ids, before._input_ids = sequence.token_ids[:, :-1], sequence.input_ids[:, :-1]
     log_probs = copy.copy(before).process(logits).log_softmax(dim=-1)[0]
     log_probs = log_probs.index_fill(0, to_device(sequence.root, log_probs.device), -torch.inf)
     found, kept = [], [0.0]

@@ -10,7 +10,7 @@ from training_runs import token_file
 from hf_falcon.core.configuration_falcon_draft import FalconDraftConfig
 from hf_falcon.core.drafter import FalconDraftModel
 from hf_falcon.core.modeling_falcon_draft import additive_mask, relaxed_causal_mask
-from hf_falcon.training.features import feature_statistics, some_features
+from hf_falcon.training.features import feature_statistics, set_feature_statistics, some_features
 from hf_falcon.training.start import like_last_layer, narrow_mlps, start_blocks, start_falcon
 
 # Of Gemma 3's four layers the last two are of one kind: all layers of a drafter have the same rotary frequencies.
@@ -40,7 +40,7 @@ def new(target, **fields):
     config = FalconDraftConfig.from_target(target, **{"block_size": 1, "num_lstm_layers": 0, **fields})
     torch.manual_seed(0)
     drafter = FalconDraftModel(like_last_layer(config, target)).eval()
-    drafter.set_feature_statistics(*feature_statistics(target, DATA))
+    set_feature_statistics(drafter, *feature_statistics(target, DATA))
     return drafter
 
 

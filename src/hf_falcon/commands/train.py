@@ -18,7 +18,7 @@ from ..checkpoint_files import name_target, weights_fingerprint
 from ..core.configuration_falcon_draft import FalconDraftConfig
 from ..core.drafter import DraftModel, FalconDraftModel
 from ..core.target_parts import quantised_layers
-from ..training.features import Features, StoredFeatures, feature_statistics, kept_features
+from ..training.features import Features, StoredFeatures, feature_statistics, kept_features, set_feature_statistics
 from ..training.final_tau import decoded_tau
 from ..training.json_text import short
 from ..training.plot import TrainingPlot
@@ -256,7 +256,7 @@ def _drafter(
         drafter.set_draft_vocabulary(token_ids)
         print(f"draft vocabulary: {len(token_ids):,} of {config.vocab_size:,} tokens, {100 * coverage:.2f} % of text")
     if drafter.predicts_features:
-        drafter.set_feature_statistics(*feature_statistics(target, data, stored))
+        set_feature_statistics(drafter, *feature_statistics(target, data, stored))
         if type(drafter) is FalconDraftModel:
             start_falcon(drafter, target, data, stored)
     else:

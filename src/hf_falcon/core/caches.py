@@ -68,9 +68,9 @@ class SlotBuffer:
         self.parts = ()
         try:
             for place, old in enumerate(self.blocks):
-                used = old.shape[3]
                 self.blocks[place] = new = old.new_empty(*old.shape[:3], size, old.shape[4])
-                new[..., :used, :] = old
+                if used := old.shape[3]:
+                    new[..., :used, :] = old
                 # A slot that no row sees may not hold NaN. What a single row reads was written.
                 if self.is_static or old.shape[1] > 1:
                     new[..., used:, :] = 0
@@ -244,7 +244,7 @@ class SlotLayer(DynamicLayer):
         self._end = length
         self._buffer = SlotBuffer(is_static)
         keys, values = layer.keys[:, :, :used], layer.values[:, :, :used]
-        self._buffer.reserve(used, (keys[:, :, :0], values[:, :, :0]))
+        self._buffer.reserve(used, (keys, values))
         for part, states in zip(self._buffer.parts, (keys, values)):
             part[:, :, :used] = states
         if not isinstance(layer, StaticLayer):

@@ -475,7 +475,7 @@ class FalconCandidateGenerator(CandidateGenerator):
         new = self._known(input_ids[0, self._padding + self._known_tokens :]).tolist()
         self._known_tokens += len(new)
         self.lookup.extend(new)
-        return self.lookup.find(self.options.prompt_lookup_num_tokens, max_depth)
+        return self.lookup.find(min(self.options.prompt_lookup_num_tokens, self.policy.most_nodes), max_depth)
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """Token ids within the vocabulary: the placeholders of an image may have others."""

@@ -24,7 +24,7 @@ from .costs import CostKey, costs_of
 from .draft_options import DraftOptions, set_by_call
 from .draft_statistics import FalconGenerateOutput, StatisticsRecorder
 from .hook import is_user_defined, sample
-from .interfaces import Drafter, RowsDecoder, drafter_files, needed_part, part
+from .interfaces import Drafter, RowsDecoder, TargetAcceleration, drafter_files, needed_part, part, target_acceleration
 from .policy import AdaptivePolicy, DraftPolicy, PlainPolicy, acceptance_stats_of
 from .probe import CHAINS, PLAIN, TREES, Verdict, verdict_of_call
 from .target_parts import CACHE_NAME, peft_sets
@@ -92,22 +92,28 @@ def assisted_decoding(
         raise ValueError(
             f"`dola_layers` is {generation_config.dola_layers!r}: DoLa takes no assistant model, so leave it out."
         )
-    verdict = Verdict(PLAIN, "`synced_gpus` is set")
-    if not synced_gpus:
+    verdict = Verdict(PLAIN, "`synced_gpus` is set" if synced_gpus else None)
+    # Of two tokens one is the prompt's forward's, and the other a plain step's. A first call warms up all the same.
+    is_short = generation_config.max_length - input_ids.shape[1] <= 2
+    if not synced_gpus and not (is_short and acceptance_stats_of(drafter, target).is_compared):
         call = input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
         verdict = verdict_of_call(target, *call)
     if verdict.way == PLAIN:
-        logger.warning_once(f"The assistant model is not used, plain decoding runs: {verdict.reason}.")
-        output = sample(
-            target,
-            input_ids,
-            logits_processor=logits_processor,
-            stopping_criteria=stopping_criteria,
-            generation_config=generation_config,
-            synced_gpus=synced_gpus,
-            streamer=streamer,
-            **model_kwargs,
-        )
+        if verdict.reason is not None:
+            logger.warning_once(f"The assistant model is not used, plain decoding runs: {verdict.reason}.")
+        # Short calls read the prompt as longer ones do.
+        acceleration = target_acceleration(target) if verdict.reason is None else TargetAcceleration()
+        with acceleration.reading():
+            output = sample(
+                target,
+                input_ids,
+                logits_processor=logits_processor,
+                stopping_criteria=stopping_criteria,
+                generation_config=generation_config,
+                synced_gpus=synced_gpus,
+                streamer=streamer,
+                **model_kwargs,
+            )
         # Targets that write speech return more.
         return FalconGenerateOutput(**output) if type(output) is GenerateDecoderOnlyOutput else output
     options = DraftOptions.from_generation_config(drafter.generation_config, generation_config)
@@ -116,7 +122,8 @@ def assisted_decoding(
         logger.info(f"The target verifies chains, and no trees: {verdict.reason}.")
         options = replace(options, verification="exact", draft_tree="dynamic", draft_top_k=1, draft_width=1)
     drafter.check_target(target)
-    _warn_of_unused_fields(generation_config)
+    if unused := [name for name in _UNUSED_FIELDS if set_by_call(generation_config, name)]:
+        logger.warning_once(f"{', '.join(f'`{name}`' for name in unused)}: no effect with a Falcon drafter.")
     _warn_of_other_weights(drafter, target)
     # Before the target runs: an option that does not fit raises its error here.
     decode_rows = _decoder(drafter, target, options, input_ids, logits_processor, generation_config, model_kwargs)
@@ -287,12 +294,6 @@ def _depth_limit(run: TargetRun, row: Row, batch: Batch) -> int:
     """A path may not be longer than the tokens that the row may still emit, minus the target's own."""
     limit, deepest = batch.tokens_left(row.sequence) - 1, run.max_tree_depth(row.place)
     return max(0, limit if deepest is None else min(limit, deepest))
-
-
-def _warn_of_unused_fields(generation_config: GenerationConfig) -> None:
-    unused = [name for name in _UNUSED_FIELDS if set_by_call(generation_config, name)]
-    if unused:
-        logger.warning_once(f"{', '.join(f'`{name}`' for name in unused)}: no effect with a Falcon drafter.")
 
 
 def _warn_of_other_weights(drafter: Drafter, target: PreTrainedModel) -> None:

@@ -107,11 +107,9 @@ class StatisticsRecorder:
 
     def result(self, new_tokens: int, near_ties: Any) -> DraftStatistics:
         """The statistics of the call, which emitted `new_tokens` tokens."""
-        seconds = {
-            part: sum(sum(watch.seconds(wait=True) or ()) for watch in watches)
-            for part, watches in self._watches.items()
-        }
-        rounds, accepted = len(self._accepted), sum(self._accepted)
+        laps = {part: [watch.seconds(wait=True) or () for watch in of] for part, of in self._watches.items()}
+        seconds = {part: sum(map(sum, of)) for part, of in laps.items()}
+        rounds, accepted, depths = len(self._accepted), sum(self._accepted), range(max(self._accepted, default=0))
         elapsed = time.perf_counter() - self._start
         return DraftStatistics(
             rounds=rounds,
@@ -120,9 +118,7 @@ class StatisticsRecorder:
             new_tokens=new_tokens,
             tau=accepted / rounds if rounds else 0.0,
             alpha=accepted / new_tokens if new_tokens else 0.0,
-            accepted_by_depth=[
-                sum(count > depth for count in self._accepted) for depth in range(max(self._accepted, default=0))
-            ],
+            accepted_by_depth=[sum(count > depth for count in self._accepted) for depth in depths],
             time={**seconds, "other": max(0.0, elapsed - sum(seconds.values()))},
             **({} if near_ties is None else near_ties.result()._asdict()),
         )

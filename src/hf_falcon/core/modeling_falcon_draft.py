@@ -316,12 +316,6 @@ class FalconDraftNetwork(PreTrainedModel):
         self.post_init()
 
     @torch.no_grad()
-    def set_feature_statistics(self, mean: Tensor, std: Tensor) -> None:
-        """Takes mean and standard deviation of the target's features, both of shape `(hidden_size,)`."""
-        self.feature_mean.copy_(mean)
-        self.feature_std.copy_(std)
-
-    @torch.no_grad()
     def set_draft_vocabulary(self, token_ids: Tensor) -> None:
         """Takes the target ids of the draft vocabulary, of shape `(draft_vocab_size,)`, in ascending order."""
         self.draft_vocab_ids.copy_(token_ids)

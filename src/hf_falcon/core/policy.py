@@ -312,6 +312,11 @@ class DraftPolicy:
         self._stats = stats
         self._ahead = ahead
 
+    @property
+    def most_nodes(self) -> int:
+        """Draft nodes that are verified, at most."""
+        return self._options.num_assistant_tokens
+
     def begins(self, max_depth: int) -> bool:
         """Whether the drafter reads the prompt, to draft for `max_depth` more tokens at most."""
         return True
@@ -408,10 +413,15 @@ class AdaptivePolicy(DraftPolicy):
             node_costs=self._node_costs(),
         )
 
+    @property
+    def most_nodes(self) -> int:
+        """At most about twice as many as in a tree that was timed: costs may rise steeply."""
+        return 2 * self._costs.largest + _FIRST_NODES - 1
+
     def _node_costs(self) -> Tensor:
-        """In tokens. A tree is at most about twice as large as one that was timed: costs may rise steeply."""
+        """In tokens."""
         costs = self._stats.rate * self._target_times
-        costs[2 * self._costs.largest + _FIRST_NODES :] = math.inf
+        costs[self.most_nodes + 1 :] = math.inf
         return costs
 
     def _passes_ahead(self, threshold: float, least: int) -> int:

@@ -45,6 +45,7 @@ from .target_parts import (
     is_spread,
     keywords_of,
     layer_kinds,
+    modules_of,
     peft_sets,
     quantised_layers,
     rope_boundary,
@@ -178,9 +179,9 @@ def _state_of(model: PreTrainedModel) -> Hashable:
         _identity(model, model.forward),
         _identity(model, decoder.forward),
         _identity(model, model.prepare_inputs_for_generation),
-        frozenset(_by_identity(kind.forward) for kind, *_ in structure),
+        frozenset(_by_identity(kind.forward) for kind in {kind for kind, *_ in structure}),
         (structure, bool(torch.nn.modules.module._has_any_global_hook())),
-        tuple(itertools.chain.from_iterable(changes_of(model, module) for module in model.modules())),
+        tuple(itertools.chain.from_iterable(changes_of(model, module) for module in modules_of(model))),
     )
 
 

@@ -126,7 +126,7 @@ class FeatureTap:
 
 def peft_sets(model: PreTrainedModel, name: str) -> bool:
     """Whether PEFT has set this for the call's rows: "alora_offsets", or "adapter_names" (then no row may leave)."""
-    hooks = (hook for module in model.modules() for hook in tuple(module._forward_pre_hooks.values()))
+    hooks = (hook for module in modules_of(model) for hook in tuple(module._forward_pre_hooks.values()))
     return any(name in keywords_of(hook) for hook in hooks)
 
 
@@ -267,19 +267,32 @@ def is_compiled(module: nn.Module) -> bool:
     return compiled_forward or getattr(module, "_compiled_call_impl", None) is not None
 
 
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """A model's modules, each once. Every call asks, and `Module.modules` hands each up through all levels."""
+    found, known = [model], {model}
+    for module in found:
+        for each in module._modules.values():
+            if each is not None and each not in known:
+                known.add(each)
+                found.append(each)
+    return found
+
+
 def structure_of(model: PreTrainedModel) -> tuple[tuple[Any, ...], ...]:
     """
     The kinds of a model's modules and weights, which change when any of them is quantised, packed, adapted or compiled
     in place: first the class of a module, each time.
     """
-    return tuple(
-        (own, type(weight), kind, str(adapters), is_compiled(module))
-        for module in model.modules()
-        for weight, adapters in [(module._parameters.get("weight"), [*map(vars(module).get, _ADAPTERS)])]
-        for kind in [None if weight is None else (weight.dtype, weight.layout)]
-        # Its class, also while another thread's round has replaced it by a faster one.
-        for own in [next(each for each in type(module).__mro__ if not each.__module__.startswith("hf_falcon."))]
-    )
+    found = []
+    for module in modules_of(model):
+        own: Any = type(module)
+        # Also while another thread's round has replaced it by a faster one.
+        while own.__module__.startswith("hf_falcon."):
+            own = own.__base__
+        weight, adapters = module._parameters.get("weight"), [vars(module).get(name) for name in _ADAPTERS]
+        kind = None if weight is None else (weight.dtype, weight.layout)
+        found.append((own, type(weight), kind, str(adapters), is_compiled(module)))
+    return tuple(found)
 
 
 def rope_boundary(config: PreTrainedConfig) -> tuple[int | None, bool]:

@@ -207,14 +207,9 @@ class DynamicRound:
 
     def take(self, candidates: list[Tensor]) -> None:
         """Takes `candidates` on the host."""
-        if self._collected is not None:
-            return
         if not candidates:
-            self._collected = (
-                torch.empty(0, device="cpu"),
-                torch.empty(0, dtype=torch.long, device="cpu"),
-                torch.empty(0, dtype=torch.long, device="cpu"),
-            )
+            none = torch.empty(0, dtype=torch.long, device="cpu")
+            self._collected = self._collected or (none.float(), none, none)
             return
         scores, numbers = candidates
         # A drafter that overflows must not break the order that the tree is cut by.
@@ -259,11 +254,8 @@ class DynamicRound:
             numbers.append(number)
             depths.append(depths[parent + 1] + 1)
         self._added_depth = max(depths)
-        self._collected = (
-            torch.tensor(scores, dtype=torch.float32, device="cpu"),
-            torch.tensor(tokens, dtype=torch.long, device="cpu"),
-            torch.tensor(before, dtype=torch.long, device="cpu"),
-        )
+        tokens, before = torch.tensor((tokens, before), dtype=torch.long, device="cpu")
+        self._collected = torch.tensor(scores, dtype=torch.float32, device="cpu"), tokens, before
 
     def finish(self, root: Tensor, size: int | None = None) -> DraftTree:
         """
@@ -276,11 +268,11 @@ class DynamicRound:
         collect([self])
         assert self._collected is not None
         scores, tokens, parents = self._collected
-        # Parents have smaller numbers, so a stable sort keeps a parent before a child of the same probability.
-        best = scores.sort(descending=True, stable=True)
         count = min(scores.shape[0], self._tree.num_nodes if size is None else size)
         if count == 0:
             return chain(root)
+        # Parents have smaller numbers, so a stable sort keeps a parent before a child of the same probability.
+        best = scores.sort(descending=True, stable=True)
         chosen = best.indices[:count].sort().values
         place = torch.zeros(scores.shape[0] + 1, dtype=torch.long, device="cpu")
         place[chosen] = torch.arange(1, count + 1, device="cpu")

@@ -9,7 +9,6 @@ seed the same sample, up to the rounding of the target's own logits.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 
 import torch
@@ -135,12 +134,6 @@ class TokenSequence:
             self.logits += (raw,)
         return scores
 
-    def without_newest(self) -> TokenSequence:
-        """A copy without the newest token."""
-        other = copy.copy(self)
-        other.token_ids, other._input_ids = self.token_ids[:, :-1], self.input_ids[:, :-1]
-        return other
-
     def emit(self, token: int) -> None:
         """
         Appends a token, asks the stopping criteria, and streams it, in the order of plain decoding.
@@ -226,7 +219,7 @@ def verify_greedy(tree: DraftTree, choices: Tensor, sequence: TokenSequence) -> 
     Returns:
         See [`verify`].
     """
-    path, tokens = greedy_path(tree, choices)
+    path, tokens = (tree.parents, choices) if len(tree) == 1 else greedy_path(tree, choices)
     emitted = 0
     for token in tokens.tolist():
         sequence.emit(token)

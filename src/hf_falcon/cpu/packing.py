@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..core.target_parts import modules_of
 from .compact_weights import LentWeight, ordinary_linear, own_forward
 from .huge_pages import move_to_huge_pages
 from .packed_layouts import BlockLayout, OneDnnLayout, PackedWeight, has_bfloat16_products, layout_of
@@ -156,7 +157,7 @@ def unpack_weights(model: nn.Module) -> None:
 
 def is_packed(model: nn.Module) -> bool:
     """Whether any of a model's weights are packed."""
-    return any(isinstance(module, PackedLinear) for module in model.modules())
+    return any(isinstance(module, PackedLinear) for module in modules_of(model))
 
 
 @contextmanager

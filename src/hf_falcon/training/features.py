@@ -84,6 +84,13 @@ def feature_statistics(
     return features.mean(dim=0), features.std(dim=0).clamp_min(1e-4)
 
 
+@torch.no_grad()
+def set_feature_statistics(drafter: Any, mean: Tensor, std: Tensor) -> None:
+    """Gives a drafter mean and standard deviation of its target's features, both of shape `(hidden_size,)`."""
+    drafter.feature_mean.copy_(mean)
+    drafter.feature_std.copy_(std)
+
+
 class StoredFeatures:
     """
     Features of a token file on disk, as bfloat16 safetensors files, which are read sample by sample. Each file is

@@ -17,7 +17,7 @@ from ..core.draft_session import head_parameters
 from ..core.drafter import FalconDraftModel
 from ..core.target_parts import decoder_layers
 from . import context_bonuses
-from .features import MemoryFeatures, feature_statistics
+from .features import MemoryFeatures, feature_statistics, set_feature_statistics
 from .own_prompts import PROMPTS
 from .start import error_of_copies, like_last_layer, start_falcon
 from .token_file import TokenFile
@@ -128,7 +128,7 @@ def instant_drafter(
             drafter.set_draft_vocabulary(_frequent_tokens(target, data, features, size))
         bar.update()
         first = data.first(fitted)
-        drafter.set_feature_statistics(*feature_statistics(target, first, features))
+        set_feature_statistics(drafter, *feature_statistics(target, first, features))
         start_falcon(drafter, target, first, features)
         bar.update()
         drafter.to(target.device)

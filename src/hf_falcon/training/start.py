@@ -18,7 +18,7 @@ from ..core.draft_session import embed, head_parameters
 from ..core.drafter import FalconDraftModel
 from ..core.modeling_falcon_draft import additive_mask, relaxed_causal_mask
 from ..core.target_parts import decoder_of
-from .features import Features, some_features
+from .features import Features, set_feature_statistics, some_features
 from .token_file import TokenFile
 
 if TYPE_CHECKING:
@@ -232,7 +232,7 @@ def _start_layers(drafter: FalconDraftModel, target: PreTrainedModel, samples: l
     if config.intermediate_size == drafter.config.intermediate_size:
         return _copy_last_layers(drafter, target, samples[0]) < math.inf
     wide = FalconDraftModel(config)
-    wide.set_feature_statistics(drafter.feature_mean, drafter.feature_std)
+    set_feature_statistics(wide, drafter.feature_mean, drafter.feature_std)
     if _copy_last_layers(wide, target, samples[0]) == math.inf:
         return False
     narrow_mlps(drafter, wide, [rows[:, drafter.config.hidden_size :] for rows in samples])
