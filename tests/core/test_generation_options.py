@@ -15,6 +15,7 @@ from tiny_models import (
     WINDOW,
     WITHOUT_TREES,
     hooks_of,
+    new_drafter,
     new_target,
     prompt,
     tiny_drafter,
@@ -26,9 +27,10 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_falcon
 from hf_falcon import FalconGenerateOutput
-from hf_falcon.core import probe
+from hf_falcon.core import decoding, probe
 from hf_falcon.core.probe import CHAINS, PLAIN
 from hf_falcon.core.target_parts import CACHE_NAME
+from hf_falcon.core.target_run import TargetRun
 from hf_falcon.verdicts import verdict_of_prompt
 
 # Full attention, a window, both of them in one model, and positions that are learnt.
@@ -260,6 +262,22 @@ def test_one_token_takes_no_round(assisted):
     found = output.draft_statistics
     assert (found.rounds, found.new_tokens, found.tau, found.alpha) == (0, 1, 0.0, 0.0)
     assert found.accepted_by_depth == []
+
+
+def test_short_calls_after_the_first_are_plain(monkeypatch):
+    """They have nothing to draft, and do without what a round needs. Statistics are counted where asked for."""
+    target = new_target("llama")
+    drafter = new_drafter(target)
+    options = {"do_sample": False, "assistant_model": drafter}
+    target.generate(prompt(9), max_new_tokens=1, **options)
+    runs = []
+    monkeypatch.setattr(decoding, "TargetRun", lambda *args: runs.append(TargetRun(*args)) or runs[-1])
+    for tokens, expected in ((1, 0), (2, 0), (3, 1), (2, 1)):
+        found = target.generate(prompt(9), max_new_tokens=tokens, **options)
+        assert found.equal(target.generate(prompt(9), max_new_tokens=tokens, do_sample=False))
+        assert len(runs) == expected
+    found = target.generate(prompt(9), max_new_tokens=2, return_dict_in_generate=True, **options)
+    assert found.draft_statistics.rounds == 1 and len(runs) == 2
 
 
 # Fallbacks: plain decoding, and one warning that says why.

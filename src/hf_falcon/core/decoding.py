@@ -94,7 +94,7 @@ def assisted_decoding(
         )
     verdict = Verdict(PLAIN, "`synced_gpus` is set" if synced_gpus else None)
     # Of two tokens one is the prompt's forward's, and the other a plain step's. A first call warms up all the same.
-    is_short = generation_config.max_length - input_ids.shape[1] <= 2
+    is_short = generation_config.max_length - input_ids.shape[1] <= 2 and not generation_config.return_dict_in_generate
     if not synced_gpus and not (is_short and acceptance_stats_of(drafter, target).is_compared):
         call = input_ids, logits_processor, stopping_criteria, generation_config, model_kwargs
         verdict = verdict_of_call(target, *call)
