@@ -285,10 +285,8 @@ def structure_of(model: PreTrainedModel) -> tuple[tuple[Any, ...], ...]:
     """
     found = []
     for module in modules_of(model):
-        own: Any = type(module)
-        # Also while another thread's round has replaced it by a faster one.
-        while own.__module__.startswith("hf_falcon."):
-            own = own.__base__
+        # Its class, also while another thread's round has replaced it by a faster one.
+        own = next(each for each in type(module).__mro__ if not each.__module__.startswith("hf_falcon."))
         weight, adapters = module._parameters.get("weight"), [vars(module).get(name) for name in _ADAPTERS]
         kind = None if weight is None else (weight.dtype, weight.layout)
         found.append((own, type(weight), kind, str(adapters), is_compiled(module)))
