@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from eagle3_models import new_eagle3
-from tiny_models import new_drafter, tiny_drafter, tiny_target, tiny_tokenizer
+from tiny_models import new_drafter, new_target, tiny_drafter, tiny_target, tiny_tokenizer
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import GenerationConfig, PreTrainedTokenizerFast
@@ -264,3 +264,20 @@ def test_exactness(saved, capsys, dtype, modes):
     assert entry.main(words) == status
     printed = capsys.readouterr().out
     assert "first module that differs" in printed and all(f"\n{name}\n" in printed for name in modes)
+
+
+@pytest.mark.parametrize("name, table", [("gemma3", {}), ("opt", {"max_position_embeddings": 48})])
+def test_exactness_of_other_targets(tmp_path, capsys, name, table):
+    """Norms of single heads get one more dimension, and a table of positions ends soon."""
+    new_target(name, **table).save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    words = ["doctor", "--target", str(tmp_path), "--exactness", "--dtype", "float32", "--device", "cpu", "--json"]
+    assert entry.main(words) in (0, 1)
+    assert json.loads(capsys.readouterr().out)["as it is"][-1]["rows"] == 24
+
+
+def test_exactness_needs_trees(tmp_path, capsys):
+    new_target("bloom").save_pretrained(tmp_path)
+    tiny_tokenizer().save_pretrained(tmp_path)
+    assert entry.main(["doctor", "--target", str(tmp_path), "--exactness", "--device", "cpu"]) == 1
+    assert "`target` is a BloomForCausalLM, of which no trees are compared: " in capsys.readouterr().err

@@ -159,7 +159,7 @@ def test_a_text_ends_with_the_table_of_positions(name):
     reply = Reply(target, None, tiny_tokenizer(), lambda text: None)
     reply.run({"input_ids": torch.arange(3, 11)[None]}, {"max_new_tokens": 100, "do_sample": False})
     assert reply.tokens == 40
-    with pytest.raises(ValueError, match="The prompt has 48 tokens, and the target's context 48: shorten it"):
+    with pytest.raises(ValueError, match="A prompt has 48 tokens, and the target's context 48: give a shorter one"):
         models.within_context(target, 48, 1)
 
 

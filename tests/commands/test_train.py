@@ -307,6 +307,15 @@ def test_a_drafter_for_another_target_takes_its_name(workplace, tmp_path, caplog
     assert "responses of another target" in caplog.text
 
 
+def test_a_start_for_a_larger_target_names_its_own(workplace, tmp_path):
+    drafter = new_drafter(new_target("llama", vocab_size=2 * VOCAB), num_lstm_layers=0, block_size=1)
+    drafter.config.target_name_or_path = "the-larger-one"
+    drafter.save_pretrained(tmp_path / "old")
+    options = {"init_from": tmp_path / "old", "num_lstm_layers": 0, "block_size": 1, "max_steps": 1}
+    with pytest.raises(ValueError, match="this drafter was made for the-larger-one"):
+        train.main(arguments(workplace, tmp_path / "new", **options))
+
+
 EAGLE3 = {"architecture": "eagle3", "block_size": 1, "num_lstm_layers": 0, "draft_vocab_size": 20, "eval_samples": 2}
 
 

@@ -193,3 +193,24 @@ def test_a_step_alone_needs_no_new_probe(monkeypatch):
         generate(target, drafter)
         step(target)
     assert len(tried) == 1
+
+
+class Gate(torch.nn.Module):
+    def forward(self, states):
+        return states * torch.sigmoid(states)
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("change", ["a scripted activation", "a traced MLP"])
+def test_scripted_parts(change):
+    """Their parameters and modules are no dicts."""
+    target = new_target("llama")
+    drafter = new_drafter(target)
+    generate(target, drafter)
+    mlp = target.model.layers[0].mlp
+    if change == "a traced MLP":
+        target.model.layers[0].mlp = torch.jit.trace(mlp, torch.zeros(1, 3, target.config.hidden_size))
+    else:
+        mlp.act_fn = torch.jit.script(Gate())
+    for rows in (1, 2):
+        assert generate(target, drafter, rows) == generate(target, rows=rows)

@@ -5,11 +5,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from chat_templates import QWEN_CODER, SMOLLM2, TEMPLATES, THINKING, character_tokenizer
 from record_forms import FORMS, TOOL_DIALOGUE, WEATHER
-from tiny_models import new_target
+from tiny_models import new_target, tiny_tokenizer
 
-from hf_falcon.training.chat_templates import ChatTemplate, other_variables, template_variables
+from hf_falcon.training.chat_templates import ChatTemplate, chat_inputs, other_variables, template_variables
 from hf_falcon.training.prepare import PrepareArguments, prepare
 from hf_falcon.training.records import RecordError, read_record
 
@@ -138,6 +139,11 @@ def test_a_template_that_refuses(source):
         RecordError, match=r"file, record 3: The chat template refuses messages of the roles \['user'\]"
     ):
         ChatTemplate(character_tokenizer(source)).prompt([{"role": "user", "content": "a"}], None, "file, record 3")
+
+
+def test_a_prompt_without_tokens_is_refused():
+    with pytest.raises(ValueError, match="The prompt '' has no tokens: leave it out, or write one"):
+        chat_inputs(tiny_tokenizer(), [{"role": "user", "content": ""}], torch.device("cpu"))
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,10 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """The token file: what is written is read again, and anything else is refused."""
 
+import errno
 import hashlib
 import json
+import os
 import struct
 
 import pytest
@@ -11,7 +13,7 @@ from safetensors.torch import save_file
 from utilities import peak_memory, start_peak
 
 from hf_falcon.training import token_file as token_file_module
-from hf_falcon.training.token_file import TokenFile
+from hf_falcon.training.token_file import TokenFile, write_atomically
 
 
 def some_tokens(vocab_size=100, metadata=None):
@@ -203,3 +205,13 @@ def test_tokens_outside_the_vocabulary(tmp_path):
     file.tokens[2] = -1
     with pytest.raises(ValueError, match="`tokens` of dialogue 0 has token -1"):
         file.check_vocabulary(1 << 17, "all.safetensors")
+
+
+def test_a_full_disk_leaves_no_half_file(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(tmp_path / "report.json", b"{}")
+    assert not list(tmp_path.iterdir())

@@ -392,10 +392,12 @@ def test_a_state_that_is_not_written_whole(target, tmp_path, monkeypatch):
         ("max_minutes", -1.0),
         ("max_minutes", float("nan")),
         ("learning_rate", float("nan")),
+        ("gradient_accumulation_steps", 0),
+        ("per_device_train_batch_size", 0),
     ],
 )
 def test_numbers_out_of_range(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"`{name}` is {value}: give "):
+    with pytest.raises(ValueError, match=f"`{name}` is {value}: "):
         FalconTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **{name: value})
 
 

@@ -20,6 +20,8 @@ from ..core.target_parts import CACHE_NAME
 from ..core.target_run import TargetRun
 from ..core.tree import DraftTree, ancestor_mask, chain
 
+# Numbers of tokens that are compared.
+SIZES = 1, 2, 4, 8, 16, 24
 # What a module got, and what it gave, for each forward: of shape `(tokens, ...)`.
 _Recorded = dict[str, list[tuple[Tensor | None, Tensor]]]
 
@@ -57,7 +59,7 @@ class Exactness:
 
 @torch.no_grad()
 def exactness(
-    target: PreTrainedModel, input_ids: Tensor, sizes: Sequence[int] = (1, 2, 4, 8, 16, 24), is_tree: bool = True
+    target: PreTrainedModel, input_ids: Tensor, sizes: Sequence[int] = SIZES, is_tree: bool = True
 ) -> list[Exactness]:
     """
     Compares forwards over several tokens with forwards over one, bit by bit.
@@ -126,7 +128,9 @@ def _single_tokens(target: PreTrainedModel, input_ids: Tensor, count: int) -> tu
             outputs = target(token, attention_mask=mask, **arguments)
             logits.append(outputs.logits[0])
             token = outputs.logits[:, -1:].argmax(dim=-1)
-    return torch.cat(tokens, dim=1)[0].cpu(), recorded, torch.cat(logits)
+    # Others have the heads there: Gemma 3 turns queries and keys before their norms.
+    of_tokens = {name: calls for name, calls in recorded.items() if all(len(output) == 1 for _, output in calls)}
+    return torch.cat(tokens, dim=1)[0].cpu(), of_tokens, torch.cat(logits)
 
 
 def _path_length(rows: int) -> int:
@@ -190,8 +194,9 @@ def _alone(target: PreTrainedModel, single: _Recorded, rows: int) -> Iterator[tu
             continue
         inputs = torch.cat([given for given, _ in calls if given is not None])
         count = -(-rows // len(inputs))
-        together = module(inputs.repeat(count, 1)[:rows][None])[0]
-        alone = torch.cat([output for _, output in calls]).repeat(count, 1)[:rows]
+        # A norm of each head gets `(tokens, heads, head_dim)`.
+        together = module(torch.cat([inputs] * count)[:rows][None])[0]
+        alone = torch.cat([output for _, output in calls] * count)[:rows]
         yield f"{type(module).__name__} {tuple(weight.shape)}", _share(alone, together)
 
 

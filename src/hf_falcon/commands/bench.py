@@ -33,6 +33,7 @@ from ..checkpoint_files import weights_fingerprint
 from ..core.draft_options import DraftOptions
 from ..core.drafter import DraftModel
 from ..cpu.row_invariant import row_invariant
+from ..learning.options import check_folder
 from ..training.chat_templates import template_variables
 from ..training.instant import instant_drafter
 from ..training.token_file import write_atomically
@@ -62,6 +63,7 @@ def main(argv: list[str]) -> int:
         Path(source).stem: [turns[: arguments.max_turns] for turns in read_turns(source, arguments.limit)]
         for source in arguments.data
     }
+    check_folder("output", arguments.output)
     device = resolve_device(arguments.device)
     models, tokenizer = _load(arguments, device)
     dtype = models.target.dtype

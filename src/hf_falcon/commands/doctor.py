@@ -21,17 +21,19 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PreTrainedT
 from transformers.utils import cached_file
 
 from ..bench.diagnosis import Case, Diagnosis, Inputs, Reference, Template, diagnose
-from ..bench.exactness import Exactness, exactness
+from ..bench.exactness import SIZES, Exactness, exactness
 from ..bench.metrics import ALL_DATA
 from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..core.drafter import DraftModel
+from ..core.probe import TREES
 from ..cpu.row_invariant import row_invariant, unsupported_reason
 from ..json_files import read_json
 from ..training.chat_templates import chat_inputs, other_variables, template_variables
 from ..training.json_text import short
 from ..training.provenance import PROVENANCE_NAME
 from ..training.token_file import chat_template_sha256
+from ..verdicts import verdict_of_prompt
 from .adapt import REPORT_NAME
 from .at_hand import at_hand
 from .card import final_tau, read_card, tau_of
@@ -40,6 +42,7 @@ from .learning import describe, learnt_drafter, learnt_report
 from .models import (
     TARGET_NAME,
     encode,
+    fixed_context,
     load_network,
     load_target,
     resolve_device,
@@ -329,6 +332,13 @@ def show_exactness(arguments: DoctorArguments) -> int:
     target, tokenizer = load_target(arguments.target, arguments.dtype, device)
     dtype = target.dtype
     input_ids = encode(tokenizer, PROMPTS["code"][0], device)["input_ids"]
+    if (context := fixed_context(target)) is not None:
+        # Room for the largest number of tokens.
+        input_ids = input_ids[:, : max(1, context - max(SIZES) - 1)]
+    if (verdict := verdict_of_prompt(target, input_ids)).way != TREES:
+        raise ValueError(
+            f"`target` is a {type(target).__name__}, of which no trees are compared: {verdict.reason}. Give another."
+        )
     compared = {"as it is": compare_forwards(target, input_ids)}
     if dtype != torch.float32 and unsupported_reason(target) is None:
         with row_invariant(target):
@@ -373,6 +383,9 @@ def main(argv: list[str]) -> int:
         tokenizer, drafter, provenance, arguments.chat_template, all_texts, device, variables
     )
     everyday = [encode(tokenizer, text, device, variables) for each in PROMPTS.values() for text in each]
+    if arguments.data and (context := fixed_context(target)) is not None:
+        # These are compared with the user's own, which alone have to fit.
+        everyday = [inputs for inputs in everyday if inputs["input_ids"].shape[1] < context // 2]
     prompts = {kind: [encode(tokenizer, text, device, variables) for text in each] for kind, each in texts.items()}
     tried = itertools.chain(everyday, *prompts.values(), *(template.prompts for template in templates))
     longest = max(inputs["input_ids"].shape[1] for inputs in tried)
@@ -386,7 +399,7 @@ def main(argv: list[str]) -> int:
             most,
             adapt_command(arguments.target, name),
         ),
-        everyday if arguments.data else None,
+        everyday if arguments.data and everyday else None,
         templates,
         is_other,
         sampling_temperature(target, arguments.temperature),

@@ -284,7 +284,9 @@ def within_context(target: PreTrainedModel, prompt_tokens: int, max_new_tokens: 
     if context is None or prompt_tokens + max_new_tokens <= context:
         return max_new_tokens
     if prompt_tokens >= context:
-        raise ValueError(f"The prompt has {prompt_tokens} tokens, and the target's context {context}: shorten it.")
+        raise ValueError(
+            f"A prompt has {prompt_tokens} tokens, and the target's context {context}: give a shorter one."
+        )
     logger.warning_once(f"The target's context has {context} tokens: texts end there, before `max_new_tokens`.")
     return context - prompt_tokens
 

@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
+from ..learning.options import check_folder
 from ..training.dialogues import find_data
 from ..training.prepare import prepare, process_state
 from ..training.prepare_arguments import PrepareArguments
@@ -23,6 +25,7 @@ def main(argv: list[str]) -> int:
     arguments = PrepareArguments(**vars(parser().parse_args(argv)))
     # A missing file is reported before a target is downloaded and loaded.
     find_data(arguments.data)
+    check_folder("output", Path(arguments.output).parent)
     state = process_state()
     # Each of several processes has a device of its own.
     device = state.device if arguments.device is None and state.num_processes > 1 else arguments.device

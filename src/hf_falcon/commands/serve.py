@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..attaching import attach
 from ..cpu.background_builds import build_in_background
-from .models import TARGET_NAME, converted_target
+from .models import TARGET_NAME, converted_target, within_context
 from .serve_arguments import ServeArguments, parser
 from .serving import TargetServer, check_packages
 
@@ -43,7 +43,8 @@ def main(argv: list[str]) -> int:
         if drafter is not None:
             attach(target, drafter)
             # The first call of a drafter that may write some tokens learns what rounds cost.
-            server.generate(**tokenizer("Hello", return_tensors="pt").to(target.device), max_new_tokens=64)
+            inputs = tokenizer("Hello", return_tensors="pt").to(target.device)
+            server.generate(**inputs, max_new_tokens=within_context(target, inputs["input_ids"].shape[1], 64))
             if arguments.compile and not arguments.compiles_first(target):
                 source = str(converted_target()) if arguments.target is None else None
                 if build_in_background(target, drafter, source):

@@ -58,6 +58,8 @@ def main(argv: list[str]) -> int:
     set_seed(args.seed)
     if not options.plan:
         check_output("output_dir", args.output_dir, drafter=options.init_from, target=options.target)
+        if options.features_dir is not None:
+            check_output("features_dir", options.features_dir)
     files = [TokenFile.load(path) for path in options.data]
     data = TokenFile.concatenate(files)
     if options.plan:
@@ -240,6 +242,8 @@ def _drafter(
 ) -> DraftModel:
     if options.init_from is not None:
         trained: Any = ARCHITECTURES[options.architecture].from_pretrained(options.init_from, dtype=torch.float32)
+        # Its error names the target that the drafter was made for.
+        trained.check_target(target)
         name_target(trained, target)
         if _starts_blocks(options, trained.config):
             return start_blocks(trained, target, data, options.block_size, options.conditioning_size)

@@ -179,7 +179,7 @@ def _state_of(model: PreTrainedModel) -> Hashable:
         _identity(model, model.forward),
         _identity(model, decoder.forward),
         _identity(model, model.prepare_inputs_for_generation),
-        frozenset(_by_identity(kind.forward) for kind in {kind for kind, *_ in structure}),
+        frozenset(_by_identity(getattr(kind, "forward", None)) for kind in {kind for kind, *_ in structure}),
         (structure, bool(torch.nn.modules.module._has_any_global_hook())),
         tuple(itertools.chain.from_iterable(changes_of(model, module) for module in modules_of(model))),
     )
@@ -230,7 +230,7 @@ def _try_ways(
         try:
             expected = trial.one_by_one()
         # It says nothing about the target; a later call may have the memory.
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError):
             raise
         # Whatever a model says to a text without what else it was given.
         except Exception as error:
@@ -271,7 +271,7 @@ class _Trial:
         """How a way differs from one token after the other; `None` if it does not."""
         try:
             found = run()
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError):
             raise
         # Whatever a model says to an input that it does not take.
         except Exception as reason:
@@ -412,6 +412,7 @@ def _left_alone(model: PreTrainedModel) -> Iterator[None]:
     # A layer with weights notes how it has prepared them, and RWKV in a flag that it has; RecurrentGemma its state.
     kept = [each for each in model.modules() if isinstance(each, PreTrainedModel) or not each._parameters]
     kept += [each for each in model.modules() if hasattr(each, "recurrent_states")]
+    kept = [each for each in kept if not isinstance(each, torch.jit.ScriptModule)]
     before = [({**vars(each)}, {**each._buffers}) for each in kept]
     # What is written in place: the state of a spectral norm, or what an observer of a quantisation has seen.
     written = [(each, each.clone()) for each in model.buffers() if each.numel() < 1 << 16 and not each.is_inference()]

@@ -281,15 +281,16 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 def structure_of(model: PreTrainedModel) -> tuple[tuple[Any, ...], ...]:
     """
     The kinds of a model's modules and weights, which change when any of them is quantised, packed, adapted or compiled
-    in place: first the class of a module, each time.
+    in place: first the class of a module, each time. It is the module's own class, also while another thread's round
+    has replaced it by a faster one. The parameters of a scripted module are no dict.
     """
     found = []
     for module in modules_of(model):
-        # Its class, also while another thread's round has replaced it by a faster one.
         own = next(each for each in type(module).__mro__ if not each.__module__.startswith("hf_falcon."))
-        weight, adapters = module._parameters.get("weight"), [vars(module).get(name) for name in _ADAPTERS]
+        weight = module._parameters["weight"] if "weight" in module._parameters else None
         kind = None if weight is None else (weight.dtype, weight.layout)
-        found.append((own, type(weight), kind, str(adapters), is_compiled(module)))
+        adapters = str([vars(module).get(name) for name in _ADAPTERS])
+        found.append((own, type(weight), kind, adapters, is_compiled(module)))
     return tuple(found)
 
 

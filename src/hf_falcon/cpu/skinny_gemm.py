@@ -181,7 +181,7 @@ def linears_of(model: nn.Module) -> SkinnyLinears:
             continue
         if is_suited(module):
             found.setdefault(module, SkinnyLinear)
-        children = [module._modules.get(name) for name in _INNER]
+        children = [module._modules[name] if name in module._modules else None for name in _INNER]
         inner = [child for child in children if is_suited(child) and child not in compiled]
         if len(inner) == len(_INNER):
             found.update(dict.fromkeys(inner, InnerLinear))

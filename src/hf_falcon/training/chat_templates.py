@@ -86,11 +86,14 @@ def chat_inputs(
         template (`str`, *optional*): in place of the tokenizer's own.
 
     Raises:
-        `ValueError`: the template refuses the messages.
+        `ValueError`: the template refuses the messages, or their text has no tokens.
     """
     if template is None and tokenizer.chat_template is None:
         text = "\n\n".join(message["content"] for message in messages)
-        return dict(tokenizer(text, return_tensors="pt").to(device))
+        plain = tokenizer(text, return_tensors="pt").to(device)
+        if plain["input_ids"].shape[-1] == 0:
+            raise ValueError(f"The prompt {short(text)} has no tokens: leave it out, or write one.")
+        return dict(plain)
     try:
         inputs = tokenizer.apply_chat_template(
             messages,

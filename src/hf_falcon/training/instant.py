@@ -201,6 +201,12 @@ def _config(
         errors = [error_of_copies(config, target, rows) for config in found]
         if min(errors) < math.inf:
             return found[errors.index(min(errors))]
+    window = getattr(target.config.get_text_config(decoder=True), "sliding_window", None)
+    if window is not None and len(rows) >= window:
+        raise ValueError(
+            f"The longest response has {len(rows) + 1} tokens with its prompt, and the target's last layers see "
+            f"{window}: lower `max_new_tokens`."
+        )
     raise ValueError(f"`target` is a {type(target).__name__}: {_NO_COPIES}.{_OTHERS}")
 
 

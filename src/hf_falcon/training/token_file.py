@@ -271,11 +271,16 @@ def chat_template_sha256(template: str | dict[str, str] | None) -> str | None:
 def write_atomically(path: str | Path, data: bytes) -> None:
     """Writes another file, forces it to disk, and renames it: a reader never sees an incomplete file."""
     temporary = Path(f"{path}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError:
+        # The disk is full.
+        temporary.unlink(missing_ok=True)
+        raise
 
 
 def _check_header_size(path: str | Path) -> None:

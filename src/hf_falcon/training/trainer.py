@@ -153,6 +153,9 @@ class FalconTrainingArguments(TrainingArguments):
                 "`push_to_hub` is True, but Trainer would push no whole drafter: run `hf-falcon push OUTPUT_DIR "
                 "user/name` after the training, which also pushes its code and card."
             )
+        for name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"`{name}` is {getattr(self, name)}: it must be above 0.")
         for name in ("label_smoothing_factor", "neftune_noise_alpha"):
             if getattr(self, name):
                 raise ValueError(f"`{name}` is {getattr(self, name)}: the loss of a drafter has no such term.")
