@@ -225,7 +225,11 @@ DEEP = json.loads("[" * 25 + "]" * 25)
         ({"messages": [{"role": "user", "content": "a" * 300}]}, "tokens, and the target's context 256: shorten it"),
         ({"messages": [{"role": "user", "content": DEEP}]}, "TypeError"),
         ({"messages": [{"role": "user", "content": "a", "tool_calls": [DEEP]}]}, "AttributeError"),
-        ({"messages": [{"content": "a"}]}, "KeyError: 'role'"),
+        ({"messages": [{"content": "a"}]}, "`messages` is [{'content': 'a'}]; give a list of objects, such as"),
+        ({"messages": "abc"}, "`messages` is 'abc'; give a list of objects"),
+        ({"messages": None}, "`messages` is None; give a list of objects"),
+        ({"temperature": "x"}, "`temperature` is 'x'; give a number."),
+        ({"seed": "a"}, "`seed` is 'a'; give a number from"),
         (
             {"messages": [{"role": "user", "content": IMAGE}]},
             "a part of type 'image_url': this server takes texts only",
@@ -245,6 +249,11 @@ def test_fields_that_are_wrong(address, capfd, changes, part, stream):
 def test_a_prompt_without_tokens(address, body, stream):
     status, answer = post(address, {**body, "stream": stream}, path="/v1/completions")
     assert status == 400 and message(answer) == "The prompt has no tokens: give a text."
+
+
+def test_a_response_without_input(address):
+    status, answer = post(address, {}, path="/v1/responses")
+    assert status == 400 and message(answer) == "`input` is missing: give a text."
 
 
 def test_an_answer_ends_with_the_context(address):

@@ -220,6 +220,8 @@ def check_request(body: Mapping[str, Any], target: PreTrainedModel, tokenizer: P
     """
     _check_number(body, "seed", -(2**63), 2**64 - 1)
     _check_number(body, "frequency_penalty", -0.99, 100)
+    for name in ("temperature", "top_p"):
+        _check_number(body, name)
     for name in ("suffix", "generation_config"):
         if not isinstance(body.get(name), (str, type(None))):
             raise ValueError(f"`{name}` is {short(body[name])}; give a text.")
@@ -267,10 +269,34 @@ def limit_answer(config: Any, target: PreTrainedModel, prompt_length: int) -> No
     config.max_new_tokens = min(config.max_new_tokens or context, context - prompt_length)
 
 
-def _check_number(body: Mapping[str, Any], name: str, least: float, most: float) -> None:
+def check_text(body: Mapping[str, Any], name: str) -> None:
+    """
+    Checks that a request has the field that holds its text.
+
+    Args:
+        body (`dict`): the request.
+        name (`str`): "messages" or "input", by the endpoint.
+
+    Raises:
+        `ValueError`: naming field, value and remedy.
+    """
     value = body.get(name)
-    if isinstance(value, (int, float)) and not least <= value <= most:
-        raise ValueError(f"`{name}` is {short(value)}; give a number from {least} to {most}.")
+    if name == "messages":
+        is_right = isinstance(value, list) and all(isinstance(each, dict) and "role" in each for each in value)
+        if not value or not is_right:
+            raise ValueError(
+                f"`messages` is {short(value)}; give a list of objects, such as "
+                '{"role": "user", "content": "Hello"}.'
+            )
+    elif value is None:
+        raise ValueError(f"`{name}` is missing: give a text.")
+
+
+def _check_number(body: Mapping[str, Any], name: str, least: float = -math.inf, most: float = math.inf) -> None:
+    value = body.get(name)
+    if value is not None and not (isinstance(value, (int, float)) and least <= value <= most):
+        limits = "" if most == math.inf else f" from {least} to {most}"
+        raise ValueError(f"`{name}` is {short(value)}; give a number{limits}.")
 
 
 def _check_stops(stops: Any) -> None:

@@ -33,7 +33,7 @@ from ..attaching import attached_drafter
 from ..training.chat_templates import other_variables
 from .generate_arguments import check_sampling
 from .printable import printable
-from .request_limits import CONNECTIONS, RequestLimits, check_request, client_left, limit_answer, protocol
+from .request_limits import CONNECTIONS, RequestLimits, check_request, check_text, client_left, limit_answer, protocol
 
 logger = logging.get_logger(__name__)
 
@@ -45,6 +45,8 @@ _HANDLERS = {
     "completion_handler": ("completion", "CompletionHandler"),
     "response_handler": ("response", "ResponseHandler"),
 }
+# The fields without which their requests have no text. Without a prompt the third's has no tokens, which is refused.
+_TEXTS = {"ChatCompletionHandler": "messages", "ResponseHandler": "input"}
 # Errors of a request's fields. transformers' server checks their names only.
 _MISTAKES = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError, TemplateError)
 _LONGEST_ERROR = 1000
@@ -281,6 +283,8 @@ def _handler(
     class Handler(kind):
         # If a release renames it, `/v1/responses` streams unless a request says otherwise.
         async def handle_request(self, body: dict[str, Any], *args: Any) -> Any:
+            if (name := _TEXTS.get(kind.__name__)) is not None:
+                check_text(body, name)
             check_request(body, target, tokenizer)
             compare_variables(body)
             # Some clients send null for what they leave out, which transformers takes in `/v1/responses` only.
