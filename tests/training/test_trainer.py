@@ -397,7 +397,7 @@ def test_a_state_that_is_not_written_whole(target, tmp_path, monkeypatch):
     ],
 )
 def test_numbers_out_of_range(tmp_path, name, value):
-    with pytest.raises(ValueError, match=f"`{name}` is {value}: "):
+    with pytest.raises(ValueError, match=f"`{name}` is {value}: give "):
         FalconTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **{name: value})
 
 

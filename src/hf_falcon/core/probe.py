@@ -179,7 +179,7 @@ def _state_of(model: PreTrainedModel) -> Hashable:
         _identity(model, model.forward),
         _identity(model, decoder.forward),
         _identity(model, model.prepare_inputs_for_generation),
-        frozenset(_by_identity(getattr(kind, "forward", None)) for kind in {kind for kind, *_ in structure}),
+        frozenset(_by_identity(kind.forward) for kind in {kind for kind, *_ in structure} if hasattr(kind, "forward")),
         (structure, bool(torch.nn.modules.module._has_any_global_hook())),
         tuple(itertools.chain.from_iterable(changes_of(model, module) for module in modules_of(model))),
     )

@@ -155,7 +155,7 @@ class FalconTrainingArguments(TrainingArguments):
             )
         for name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
             if not getattr(self, name) > 0:
-                raise ValueError(f"`{name}` is {getattr(self, name)}: it must be above 0.")
+                raise ValueError(f"`{name}` is {getattr(self, name)}: give 1 or more.")
         for name in ("label_smoothing_factor", "neftune_noise_alpha"):
             if getattr(self, name):
                 raise ValueError(f"`{name}` is {getattr(self, name)}: the loss of a drafter has no such term.")
