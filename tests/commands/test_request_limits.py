@@ -4,7 +4,7 @@
 import http.client
 import json
 import socket
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 
 import pytest
 from serving import chat_tokenizer, needs_the_extra, running
@@ -191,8 +191,12 @@ DEEP = json.loads("[" * 25 + "]" * 25)
         ({"model": ["user/tiny"]}, "requested '['user/tiny']'"),
         ({"seed": 2**70}, "`seed` is 1180591620717411303424; give a number from"),
         ({"seed": float("inf")}, "`seed` is inf"),
-        ({"max_tokens": float("inf")}, "OverflowError"),
-        ({"max_tokens": "many"}, "invalid literal"),
+        ({"max_tokens": float("inf")}, "`max_tokens` is inf; give an integer."),
+        ({"max_tokens": "many"}, "`max_tokens` is 'many'; give an integer."),
+        ({"max_completion_tokens": 1.9}, "`max_completion_tokens` is 1.9"),
+        ({"max_tokens": True}, "`max_tokens` is True"),
+        ({"stream": "false"}, "`stream` is 'false'; give true or false."),
+        ({"temperature": True}, "`temperature` is True; give a number."),
         ({"max_tokens": -(10**30)}, "The limit of new tokens is"),
         ({"temperature": float("nan")}, "`temperature` is nan"),
         ({"temperature": 1e-40}, "`temperature` is 1e-40; give 0 (the most probable token), or 1e-06 or more."),
@@ -242,6 +246,15 @@ def test_fields_that_are_wrong(address, capfd, changes, part, stream):
     assert status == 400 and part in message(answer) and len(message(answer)) <= 1000
     error = capfd.readouterr().err
     assert "\x1b" not in error and "\u202e" not in error
+
+
+@pytest.mark.parametrize(
+    "stops, is_taken", [(["\n\n", "User:"] * 8, True), (["-" * 256], True), (["-" * 256] * 16, False)], ids=str
+)
+def test_the_memory_of_stops(stops, is_taken):
+    """transformers would take a gigabyte and more for sixteen texts of one character."""
+    with nullcontext() if is_taken else pytest.raises(ValueError, match="up to 256 times, which takes more than 128"):
+        request_limits._check_stops(stops, 49152)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

@@ -314,6 +314,46 @@ def test_a_client_that_leaves_ends_an_answer_that_is_not_streamed(target):
         hook.remove()
 
 
+def test_a_client_that_leaves_while_it_waits_costs_no_forward(target):
+    """Of an answer that is not streamed: it has no criterion that is asked before the prompt is read."""
+    begun, left, prompts = threading.Event(), threading.Event(), []
+
+    def hook(module, arguments, keywords):
+        length = keywords["input_ids"].shape[1]
+        if length > 1:
+            prompts.append(length)
+        begun.set()
+        left.wait(60)
+
+    handle = target.register_forward_pre_hook(hook, with_kwargs=True)
+    try:
+        server = serving.TargetServer(target, chat_tokenizer(), NAME)
+        with running(server) as address, concurrent.futures.ThreadPoolExecutor() as pool:
+            first = pool.submit(post, address, "/v1/chat/completions", {"messages": CHAT, "max_tokens": 2})
+            assert begun.wait(60)
+            waiting = []
+            for text in ("ab", "abcd"):
+                connection = http.client.HTTPConnection(address.removeprefix("http://"), timeout=60)
+                body = {"messages": [{"role": "user", "content": text * 20}], "max_tokens": 2}
+                connection.request(
+                    "POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"}
+                )
+                waiting.append(connection)
+            while server._thread._thread._queue.qsize() < len(waiting):
+                assert not first.done()
+            for connection in waiting:
+                connection.close()
+            last = pool.submit(post, address, "/v1/chat/completions", {"messages": CHAT, "max_tokens": 3})
+            while server._thread._thread._queue.qsize() <= len(waiting):
+                assert not first.done()
+            left.set()
+            assert first.result()[0] == last.result()[0] == 200
+    finally:
+        left.set()
+        handle.remove()
+    assert len(prompts) == 2 and prompts[0] == prompts[1]
+
+
 def test_the_end_of_the_server_ends_its_answers(target, drafter):
     server, asked = serving.TargetServer(target, chat_tokenizer(), NAME), []
     with running(server) as address, concurrent.futures.ThreadPoolExecutor() as pool:
@@ -364,6 +404,10 @@ def test_what_the_command_refuses(folder, capsys, monkeypatch):
     models = ["--target", str(folder / "target"), "--drafter", str(folder / "drafter"), "--dtype", "float32"]
     assert entry.main(["serve", *models, "--port", "70000"]) == 1
     assert "`port` is 70000; give 0 (a free port) to 65535." in capsys.readouterr().err
+    assert entry.main(["serve", *models, "--host", ""]) == 1
+    assert "`host` is '': give an address, such as 127.0.0.1" in capsys.readouterr().err
+    assert entry.main(["serve", *models, "--port", "0", "--host", "a\udc80b"]) == 1
+    assert "Cannot listen on `host` 'a\\udc80b', `port` 0 (" in capsys.readouterr().err
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert entry.main(["serve", *models, "--port", str(port)]) == 1

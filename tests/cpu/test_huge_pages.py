@@ -120,6 +120,9 @@ def test_the_matrices_of_a_drafter_are_copied_and_moved_once(settings, moved):
     assert model[0].weight is matrices[0]
     model(torch.randn(2, 40)).sum().backward()
     assert model[0].weight.grad is not None
+    # A copy with other options has the same weights.
+    keep_in_huge_pages(copy.copy(model))
+    assert len(moved) == 2
     # New weights are moved again.
     model.double()
     keep_in_huge_pages(model)

@@ -27,6 +27,9 @@ _LAST_WORDS = 2
 CONNECTIONS = 100
 _STOPS = 16
 _LONGEST_STOP = 256
+# Bytes of the table that transformers makes for a request's stops: it has 4 bytes for each token of the vocabulary, each
+# stop, and each place where a token can be in it, at its end or not. It keeps the last eight.
+_LARGEST_STOP_TABLE = 1 << 27
 _BIASES = 1024
 # Words in the types of a message's parts that are no text, such as "image_url" and "input_audio".
 _NO_TEXTS = ("image", "audio", "video", "file")
@@ -222,14 +225,20 @@ def check_request(body: Mapping[str, Any], target: PreTrainedModel, tokenizer: P
     _check_number(body, "frequency_penalty", -0.99, 100)
     for name in ("temperature", "top_p"):
         _check_number(body, name)
+    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens"):
+        if type(body.get(name)) not in (int, type(None)):
+            raise ValueError(f"`{name}` is {short(body[name])}; give an integer.")
+    if not isinstance(body.get("stream"), (bool, type(None))):
+        raise ValueError(f"`stream` is {short(body['stream'])}; give true or false.")
     for name in ("suffix", "generation_config"):
         if not isinstance(body.get(name), (str, type(None))):
             raise ValueError(f"`{name}` is {short(body[name])}; give a text.")
-    _check_stops(body.get("stop"))
+    vocab_size = target.config.get_text_config(decoder=True).vocab_size
+    _check_stops(body.get("stop"), vocab_size)
     _check_parts(body.get("messages"), body.get("input"))
     bias = body.get("logit_bias")
     if isinstance(bias, dict):
-        _check_bias(bias, target.config.get_text_config(decoder=True).vocab_size)
+        _check_bias(bias, vocab_size)
     if body.get("generation_config") is not None:
         fields = parse_json(body["generation_config"])
         if not isinstance(fields, dict) or not fields.keys() <= _GENERATION_FIELDS.keys():
@@ -290,16 +299,18 @@ def check_text(body: Mapping[str, Any], name: str) -> None:
             )
     elif value is None:
         raise ValueError(f"`{name}` is missing: give a text.")
+    elif isinstance(value, list) and not all(isinstance(each, dict) for each in value):
+        raise ValueError(f"`{name}` is {short(value)}; give a text, or a list of objects.")
 
 
 def _check_number(body: Mapping[str, Any], name: str, least: float = -math.inf, most: float = math.inf) -> None:
     value = body.get(name)
-    if value is not None and not (isinstance(value, (int, float)) and least <= value <= most):
+    if value is not None and not (type(value) in (int, float) and least <= value <= most):
         limits = "" if most == math.inf else f" from {least} to {most}"
         raise ValueError(f"`{name}` is {short(value)}; give a number{limits}.")
 
 
-def _check_stops(stops: Any) -> None:
+def _check_stops(stops: Any, vocab_size: int) -> None:
     texts = [stops] if isinstance(stops, str) else [] if stops is None else stops
     if (
         not isinstance(texts, list)
@@ -308,6 +319,13 @@ def _check_stops(stops: Any) -> None:
     ):
         raise ValueError(
             f"`stop` is {short(stops)}; give a text, or up to {_STOPS} of them, of 1 to {_LONGEST_STOP} characters."
+        )
+    # A token is in a text at no more places than its rarest character.
+    places = max((max(map(text.count, text)) for text in texts), default=0)
+    if 2 * 4 * vocab_size * len(texts) * places > _LARGEST_STOP_TABLE:
+        raise ValueError(
+            f"`stop` is {short(stops)}, {len(texts)} texts in which a character occurs up to {places} times, which "
+            f"takes more than {_LARGEST_STOP_TABLE >> 20} MiB: give fewer texts, or shorter ones."
         )
 
 

@@ -38,6 +38,9 @@ class ServeArguments(LearningArguments, ModelArguments):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_learning(self.plain)
+        if not self.host:
+            # The system would listen on every address.
+            raise ValueError("`host` is '': give an address, such as 127.0.0.1 or, for every one, 0.0.0.0.")
         if not 0 <= self.port < 2**16:
             raise ValueError(f"`port` is {self.port}; give 0 (a free port) to {2**16 - 1}.")
 
@@ -55,9 +58,11 @@ class ServeArguments(LearningArguments, ModelArguments):
         family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
         try:
             return socket.create_server((self.host, self.port), family=family)
-        except OSError as error:
+        # A name that is no host's can be another error.
+        except (OSError, TypeError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise OSError(
-                f"Cannot listen on `host` {self.host!r}, `port` {self.port} ({error.strerror}): give others."
+                f"Cannot listen on `host` {self.host!r}, `port` {self.port} ({reason}): give others."
             ) from error
 
 

@@ -54,6 +54,8 @@ _LONGEST_ERROR = 1000
 _NEW_TOKENS = 1024
 # Seconds that answers get to end in once the server stops.
 _GRACE = 5
+# The status of an answer that nobody gets, as other servers write it.
+_CLIENT_LEFT = 499
 
 
 class TargetServer:
@@ -244,7 +246,14 @@ def _generate_manager() -> Any:
         def async_submit(self, generate: Callable[..., Any], **arguments: Any) -> Any:
             left = client_left.get()
             criteria = None if left is None else StoppingCriteriaList([_ClientLeft(left)])
-            return super().async_submit(generate, **arguments, stopping_criteria=criteria)
+
+            def answer(*args: Any, **kwargs: Any) -> Any:
+                # A criterion is asked after the prompt's forward, which is long where requests wait.
+                if left is not None and left.is_set():
+                    raise _http_error()(status_code=_CLIENT_LEFT, detail="The client has left.")
+                return generate(*args, **kwargs)
+
+            return super().async_submit(answer, **arguments, stopping_criteria=criteria)
 
     return Manager()
 

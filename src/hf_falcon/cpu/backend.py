@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cached_property, partial
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import Cache, PreTrainedModel
 
 from ..core.configuration_falcon_draft import field_of
@@ -83,14 +84,15 @@ class CpuTarget(TargetAcceleration):
 
 
 class _Use:
-    """What calls have done with a drafter: those that run now, and the runs of its layers or head so far."""
+    """What calls have done with a drafter's weights: those that run now, and the runs of its layers or head so far."""
 
     def __init__(self) -> None:
         self.running: weakref.WeakSet[CpuDrafter] = weakref.WeakSet()
         self.runs = 0
 
 
-_uses: weakref.WeakKeyDictionary[nn.Module, _Use] = weakref.WeakKeyDictionary()
+# By a drafter's first weight: copies with other options share their weights.
+_uses = WeakTensorKeyDictionary()
 
 
 class CpuDrafter(DrafterAcceleration):
@@ -104,10 +106,12 @@ class CpuDrafter(DrafterAcceleration):
 
     def __init__(self, drafter: nn.Module, target: PreTrainedModel):
         super().__init__(drafter)
-        self._use = use = _uses.setdefault(drafter, _Use())
-        # A drafter that drafts in another thread must not move.
+        weight = next(drafter.parameters(), None)
+        self._use = use = _Use() if weight is None else _uses.setdefault(weight, _Use())
+        # A drafter that drafts in another thread must not move. Weights that were unpacked may have to, again.
         if use.runs >= _RUNS_BEFORE_MOVE and not use.running:
             keep_in_huge_pages(drafter)
+            use.runs = 0
         use.running.add(self)
         self._passes = passes_for(drafter, target)
         self.head = None if self._passes is None else self._passes.head

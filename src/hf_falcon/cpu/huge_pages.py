@@ -10,13 +10,13 @@ import ctypes
 import math
 import sys
 import threading
-import weakref
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 _SETTINGS = Path("/sys/kernel/mm/transparent_hugepage")
 # MADV_HUGEPAGE; and MADV_COLLAPSE of Linux 6.1 and later, which the module `mmap` does not have.
@@ -25,8 +25,8 @@ _ADVISE, _COLLAPSE = 14, 25
 _CHUNK, _ALIGNED = 2**26, 64
 # Bytes of a model that is copied to be moved, at most.
 _LARGEST_COPY = 2**28
-# The address of the first weight of each model that was moved, at that time.
-_moved: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+# The address of the first weight of each model that was moved, at that time. Copies of a model can share weights.
+_moved = WeakTensorKeyDictionary()
 _lock = threading.Lock()
 
 
@@ -91,12 +91,12 @@ def keep_in_huge_pages(model: nn.Module) -> None:
     """
     with _lock:
         weights = [weight for weight in model.parameters() if _can_be_copied(weight)]
-        if not weights or _moved.get(model) == weights[0].data_ptr() or _huge_page() is None:
+        if not weights or _moved.get(weights[0]) == weights[0].data_ptr() or _huge_page() is None:
             return
         if sum(weight.nbytes for weight in weights) <= _LARGEST_COPY:
             _copy(weights)
             move_to_huge_pages((weight.data_ptr(), weight.nbytes) for weight in weights)
-        _moved[model] = weights[0].data_ptr()
+        _moved[weights[0]] = weights[0].data_ptr()
 
 
 def _can_be_copied(weight: Tensor) -> bool:
