@@ -36,10 +36,11 @@ def test_decision_model(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["no", "[]", '{"weights": [1]}', '{"weights": [1, 2, 3], "bias": 0}', '{"weights": [1, 2, 3, NaN], "bias": 0}'],
+    ["no", "[]", None, b"\xff", '{"weights": [1]}', '{"weights": [1, 2, 3], "bias": 0}', '{"weights": [1, 2, 3, NaN], "bias": 0}'],
 )
 def test_files_that_are_no_decision_model(tmp_path, text):
-    (tmp_path / "decision.json").write_text(text)
+    if text is not None:
+        (tmp_path / "decision.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match="with examples/decision_model.py"):
         DecisionModel.load(tmp_path / "decision.json")
 

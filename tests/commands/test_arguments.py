@@ -113,6 +113,8 @@ def test_evaluate_takes_drafters_of_other_methods(saved, tmp_path, capsys):
         (["generate", "--temperature", "1e-40"], "`temperature` is 1e-40; give 0 (the most probable token), or 1e-06"),
         (["bench", "--data", "a", "--temperature", "1e-40"], "`temperature` is 1e-40; give 0"),
         (["doctor", "--temperature", "1e-40"], "`temperature` is 1e-40; give 0"),
+        (["tune", "--seconds", "inf"], "`seconds` is inf; give a number above 0."),
+        (["bench", "--data", "a", "--drafters", "dtype=b"], "`drafters` has 'dtype=b'; write NAME=FOLDER"),
         (["prepare", "--data", "a", "--output", "b", "--temperatures", "1e-40"], "`temperatures` is [1e-40]: give"),
         (["generate", "--top_p", "1.5"], "`top_p` is 1.5; give a number above 0 and at most 1."),
         (["generate", "--temperature", "0", "--do_sample"], "`temperature` is 0"),
@@ -277,6 +279,12 @@ def test_a_template_that_refuses_a_message(capsys, tmp_path):
     words = ["--target", str(tmp_path), "--drafter", "lookup", "--prompt", "a", "--dtype", "float32"]
     assert entry.main(["generate", *words]) == 1
     assert "chat template refuses the messages: System role not supported" in capsys.readouterr().err
+    # Any error: variables may be of another type than the template's author had in mind.
+    tokenizer.chat_template = "{{ 'on ' + day }}"
+    tokenizer.save_pretrained(tmp_path)
+    for day in (26, "null"):
+        assert entry.main(["generate", *words, "--chat_template_kwargs", f'{{"day": {day}}}']) == 1
+        assert "The chat template refuses the messages: can only concatenate str" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["evaluate", "doctor"])

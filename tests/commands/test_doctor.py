@@ -116,6 +116,12 @@ def test_wrong_arguments(capsys, more, message):
     assert message in capsys.readouterr().err
 
 
+def test_a_template_that_is_no_text(tmp_path):
+    (tmp_path / "given.jinja").write_bytes(b"{{ \xff }}")
+    with pytest.raises(ValueError, match="`chat_template` is '.*given.jinja', no text in UTF-8 .*: give a Jinja"):
+        doctor.other_templates(tiny_tokenizer(), None, str(tmp_path / "given.jinja"))
+
+
 def tokenizer_of(template: str | None, *tokens: str) -> PreTrainedTokenizerFast:
     vocabulary = {token: index for index, token in enumerate(["<unk>", *tokens])}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(vocabulary, unk_token="<unk>")))
@@ -168,8 +174,9 @@ def test_templates_that_are_tried(tmp_path):
     assert torch.equal(
         doctor.encode_with(tokenizer, "abc", TEMPLATE, CPU)["input_ids"], encode(tokenizer, "abc", CPU)["input_ids"]
     )
-    # The tokenizer's own was recorded.
-    assert tried({"data": {"chat_template_sha256": chat_template_sha256(TEMPLATE)}}) == ([], False)
+    # The tokenizer's own was recorded: nothing but the user suggests another.
+    [only], is_other = tried({"data": {"chat_template_sha256": chat_template_sha256(TEMPLATE)}})
+    assert not is_other and only.is_suspected and "given" in only.name
     # Another was recorded, which is or is not among those that can be tried.
     for digest, expected in ((chat_template_sha256(given.read_text()), "given"), (None, "text alone")):
         [only], is_other = tried({"data": {"chat_template_sha256": digest}})

@@ -103,6 +103,9 @@ def test_a_card_of_ones_own_stays(trained):
     assert MARK in file.read_text()
     file.write_text("# mine")
     assert not write_card(config(), trained) and file.read_text() == "# mine"
+    # In an encoding of its own.
+    file.write_bytes(b"# m\xefne")
+    assert not write_card(config(), trained) and file.read_bytes() == b"# m\xefne"
 
 
 @pytest.mark.parametrize("folder", sorted(SHIPPED.glob("falcon-*")), ids=lambda folder: folder.name)

@@ -244,7 +244,7 @@ def test_what_is_refused(models, monkeypatch):
     monkeypatch.setattr(type(unknown.config), "get_mtp_config", ambiguous)
     with pytest.raises(ValueError, match=r"transformers does not know its head's layers \(ambiguous\)"):
         hf_falcon.attach(unknown, "mtp")
-    with pytest.raises(ValueError, match="give that model as `target`"):
+    with pytest.raises(ValueError, match="drafts where `target` is that model"):
         hf_falcon.AutoDrafter.from_pretrained("mtp")
 
 

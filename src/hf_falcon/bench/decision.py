@@ -95,9 +95,9 @@ class DecisionModel:
         """Reads a file of `save`."""
         try:
             return cls(**json.loads(Path(path).read_text(encoding="utf-8")))
-        except (TypeError, json.JSONDecodeError) as error:
+        except (TypeError, OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ValueError(
-                f"{path} is no decision model ({error}): fit one with examples/decision_model.py."
+                f"`decision` is '{path}', no decision model ({error}): fit one with examples/decision_model.py."
             ) from None
 
     def save(self, path: str | Path) -> None:

@@ -153,7 +153,7 @@ def _load(arguments: BenchArguments, device: torch.device) -> tuple[Models, PreT
     folders = dict(given.split("=", 1) for given in arguments.drafters)
     if arguments.eagle_like is not None:
         folders["eagle_like"] = arguments.eagle_like
-    models.drafters |= {name: load_drafter(folder, dtype, device) for name, folder in folders.items()}
+    models.drafters |= {name: load_drafter(folder, dtype, device, target) for name, folder in folders.items()}
 
     medusa_like = arguments.medusa_like
     if medusa_like is None and arguments.target in (None, TARGET_NAME):

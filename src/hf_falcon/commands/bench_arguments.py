@@ -12,6 +12,10 @@ from ..bench.shapes import SHAPES
 from .generate_arguments import check_sampling
 from .run_arguments import CommandParser, at_least, check_names
 
+# What a report says of the models and the machine, by these names.
+REPORTED = ("target", "drafter", "draft_model", "target_weights", "dtype", "device", "threads")
+REPORTED += ("hf_falcon", "torch", "transformers", "row_invariant", "busy_processes", "chat_template_kwargs")
+
 DESCRIPTION = """`hf-falcon bench`: compares decoding methods on the same target, prompts and machine, in one run."""
 
 
@@ -100,9 +104,11 @@ class BenchArguments:
             name, _, folder = given.partition("=")
             if any(other.startswith(f"{name}=") for other in self.drafters[:place]):
                 raise ValueError(f"`drafters` has the name {name!r} more than once; give each another.")
-            if not folder or not name.isidentifier() or name in METHOD_NAMES:
+            # A report has names of its own for the models and the machine.
+            if not folder or not name.isidentifier() or name in METHOD_NAMES or name in REPORTED:
                 raise ValueError(
-                    f"`drafters` has {given!r}; write NAME=FOLDER, the name of letters, digits and _, and no method's."
+                    f"`drafters` has {given!r}; write NAME=FOLDER, the name of letters, digits and _, and no method's "
+                    f"or {', '.join(REPORTED)}."
                 )
 
     @property

@@ -137,7 +137,8 @@ def tau_of(card: ModelCardData) -> dict[str, float]:
 def write_card(config: FalconDraftConfig, folder: str | Path) -> bool:
     """Writes `README.md` into a drafter's folder, unless a user's own card is there. Returns whether it did."""
     file = Path(folder, "README.md")
-    if file.is_file() and MARK not in file.read_text(encoding="utf-8"):
+    # A user's may be in any encoding.
+    if file.is_file() and MARK not in file.read_text(encoding="utf-8", errors="replace"):
         return False
     # It imports torch, which reading a card does not need.
     from ..training.token_file import write_atomically

@@ -27,9 +27,10 @@ from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..core.drafter import DraftModel
 from ..core.probe import TREES
+from ..cpu.compiling import uncompile_rounds
 from ..cpu.row_invariant import row_invariant, unsupported_reason
 from ..json_files import read_json
-from ..training.chat_templates import chat_inputs, other_variables, template_variables
+from ..training.chat_templates import chat_inputs, other_variables, read_template, template_variables
 from ..training.json_text import short
 from ..training.provenance import PROVENANCE_NAME
 from ..training.token_file import chat_template_sha256
@@ -154,7 +155,7 @@ def other_templates(
     own = tokenizer.chat_template
     found: dict[str, str | None] = {}
     if given is not None:
-        found[f"the template in {Path(given).name}"] = Path(given).read_text(encoding="utf-8")
+        found |= _given_template(given)
     if trained_target is not None:
         try:
             template = AutoTokenizer.from_pretrained(
@@ -172,6 +173,10 @@ def other_templates(
     if own is not None:
         found["no template, the text alone"] = None
     return {name: template for name, template in found.items() if template is None or template != own}
+
+
+def _given_template(path: str) -> dict[str, str | None]:
+    return {f"the template in {Path(path).name}": read_template(path)}
 
 
 def _is_inside(target: str, drafter: str) -> bool:
@@ -217,8 +222,9 @@ def templates_to_try(
     digest = recorded.get("chat_template_sha256")
     is_other = is_known and digest != chat_template_sha256(tokenizer.chat_template)
     if is_known and not is_other:
-        return found, False
-    if is_known:
+        # Nothing but the user suggests another one.
+        others = {} if given is None else _given_template(given)
+    elif is_known:
         # The one that it was trained with, if it is among them.
         others = {name: each for name, each in others.items() if chat_template_sha256(each) == digest} or others
     # Base models and some drafters are trained on plain text, but nothing suggests it.
@@ -330,6 +336,8 @@ def show_exactness(arguments: DoctorArguments) -> int:
     """`hf-falcon doctor --exactness`. Returns 1 if something differs everywhere, also inside [`row_invariant`]."""
     device = resolve_device(arguments.device)
     target, tokenizer = load_target(arguments.target, arguments.dtype, device)
+    # Kept code rounds in its own way, and its modules do not run one by one.
+    uncompile_rounds(target)
     dtype = target.dtype
     input_ids = encode(tokenizer, PROMPTS["code"][0], device)["input_ids"]
     if (context := fixed_context(target)) is not None:
@@ -375,7 +383,7 @@ def main(argv: list[str]) -> int:
     learnt = learnt_report(Path(name))
     if learnt is not None:
         name = str(learnt_drafter(Path(name)))
-    drafter = load_network(name, dtype, device)
+    drafter = load_network(name, dtype, device, target)
     provenance = provenance_of(name)
     all_texts = [text for each in texts.values() for text in each]
     variables = template_variables(arguments.chat_template_kwargs)

@@ -17,6 +17,7 @@ from ..bench.divergence import first_divergence
 from ..bench.prompts import read_turns
 from ..bench.tables import aligned
 from ..core.draft_options import DraftOptions
+from ..cpu.compiling import uncompile_rounds
 from ..cpu.row_invariant import row_invariant
 from ..training.chat_templates import template_variables
 from ..verdicts import verdict_of_prompt
@@ -101,6 +102,9 @@ def main(argv: list[str]) -> int:
     files = {path: [turns[0] for turns in read_turns(path, arguments.limit)] for path in arguments.data}
     device = resolve_device(arguments.device)
     target, tokenizer = load_target(arguments.target, arguments.dtype, device)
+    if arguments.check:
+        # Kept code rounds in its own way.
+        uncompile_rounds(target)
     dtype = target.dtype
     drafter = load_drafter(arguments.drafter, dtype, device, target)
     note_other_variables(drafter, template_variables(arguments.chat_template_kwargs))

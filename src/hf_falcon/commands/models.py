@@ -181,17 +181,18 @@ def load_network(
     name_or_path: str | None = None,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device | None = None,
+    target: PreTrainedModel | None = None,
 ) -> DraftModel:
     """
     Loads a drafter whose network is measured or trained.
 
     Args:
-        name_or_path, dtype, device: see [`load_drafter`].
+        name_or_path, dtype, device, target: see [`load_drafter`].
 
     Raises:
         `ValueError`: if it has none.
     """
-    drafter = load_drafter(name_or_path, dtype, device)
+    drafter = load_drafter(name_or_path, dtype, device, target)
     if drafter.max_draft_passes == 0:
         raise ValueError(
             f"`drafter` is {name_or_path!r}, which has no network to measure or to train: give a drafter with one, or "

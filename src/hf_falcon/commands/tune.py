@@ -43,7 +43,7 @@ def main(argv: list[str]) -> int:
     device = resolve_device(arguments.device)
     target, tokenizer = load_target(arguments.target, arguments.dtype, device)
     dtype = target.dtype
-    drafter = load_network(arguments.drafter, dtype, device)
+    drafter = load_network(arguments.drafter, dtype, device, target)
     if arguments.pack:
         pack_weights(target)
         pack_weights(drafter)

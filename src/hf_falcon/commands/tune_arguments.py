@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from .run_arguments import CommandParser, at_least
@@ -57,7 +58,7 @@ class TuneArguments:
 
         at_least(self, 1, "limit", "max_new_tokens", "context")
         template_variables(self.chat_template_kwargs)
-        if not self.seconds > 0:
+        if not 0 < self.seconds < math.inf:
             raise ValueError(f"`seconds` is {self.seconds}; give a number above 0.")
 
 

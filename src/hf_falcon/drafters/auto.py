@@ -88,7 +88,10 @@ class AutoDrafter:
             return LookupDrafter()
         if pretrained_model_name_or_path == MTP:
             if target is None:
-                raise ValueError(f"`{MTP}` is the head of a target: give that model as `target`.")
+                raise ValueError(
+                    f"`{MTP}` is the head of a target, and drafts where `target` is that model: it is not trained, "
+                    "exported or pushed by itself."
+                )
             return MtpDrafter(target)
         # What the class reads is of the commit that was chosen from.
         kwargs = pinned(name, **kwargs)

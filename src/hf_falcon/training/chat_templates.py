@@ -7,6 +7,7 @@ import inspect
 import json
 import re
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from .json_text import parse_json, short
 from .records import Message, RecordError
 
+# A template is a program of others: for messages or variables of another form it can raise any error.
+_REFUSALS = (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError)
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _NOW = re.compile(r"""strftime_now\(\s*("[^"\\\n]*"|'[^'\\\n]*')\s*\)""")
 
@@ -48,6 +51,22 @@ def template_variables(given: dict[str, Any] | str | None) -> dict[str, Any]:
             f"are none of messages, {', '.join(taken)}."
         )
     return found
+
+
+def read_template(path: str | Path) -> str:
+    """
+    The text of an argument `chat_template`.
+
+    Args:
+        path (`str` or `Path`): its file.
+
+    Raises:
+        `ValueError`: if it is no text in UTF-8.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`chat_template` is '{path}', no text in UTF-8 ({error}): give a Jinja template.") from error
 
 
 def other_variables(trained: Any, given: dict[str, Any]) -> str | None:
@@ -103,7 +122,7 @@ def chat_inputs(
             return_tensors="pt",
             **(variables or {}),
         )
-    except TemplateError as error:
+    except _REFUSALS as error:
         raise ValueError(f"The chat template refuses the messages: {error}") from error
     return dict(inputs.to(device))
 
@@ -231,8 +250,7 @@ class ChatTemplate:
                     tokenize=False,
                     **self._variables,
                 )
-        # A template is a program of others: for messages of another form it can raise any error.
-        except (TemplateError, TypeError, ValueError, LookupError, AttributeError) as error:
+        except _REFUSALS as error:
             roles = short([message["role"] for message in messages])
             raise RecordError(
                 "the chat template's refusal",

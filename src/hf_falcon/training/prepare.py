@@ -30,7 +30,7 @@ from ..checkpoint_files import exact_fingerprint, weights_fingerprint
 from ..core.target_parts import CACHE_NAME, FeatureTap, longest_text
 from ..json_files import read_own_object
 from ..private_names import takes_static_cache
-from .chat_templates import ChatTemplate, template_variables
+from .chat_templates import ChatTemplate, read_template, template_variables
 from .dialogues import read_dialogues
 from .features import identity, kept_file, kept_folder, record_features, save_features
 from .json_text import parse_json, short
@@ -180,7 +180,7 @@ def _day(output: Path, parts: Path) -> str:
 
 def _chat_template(arguments: PrepareArguments, tokenizer: PreTrainedTokenizerBase) -> Any:
     given = arguments.chat_template
-    return tokenizer.chat_template if given is None else Path(given).read_text(encoding="utf-8")
+    return tokenizer.chat_template if given is None else read_template(given)
 
 
 class _Selection:
