@@ -36,7 +36,15 @@ def test_decision_model(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    ["no", "[]", None, b"\xff", '{"weights": [1]}', '{"weights": [1, 2, 3], "bias": 0}', '{"weights": [1, 2, 3, NaN], "bias": 0}'],
+    [
+        "no",
+        "[]",
+        None,
+        b"\xff",
+        '{"weights": [1]}',
+        '{"weights": [1, 2, 3], "bias": 0}',
+        '{"weights": [1, 2, 3, NaN], "bias": 0}',
+    ],
 )
 def test_files_that_are_no_decision_model(tmp_path, text):
     if text is not None:

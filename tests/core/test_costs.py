@@ -67,18 +67,18 @@ def test_trees_that_are_padded_cost_what_the_full_one_does():
 def test_plain_steps_give_the_unit():
     """They are due before anything else, rarely while everything is drafted, and where costs change."""
     found = Costs({0: 1.0, 7: 1.2})
-    assert found.plain_step_due
+    assert found.steps_due
     found.observe_target(1, 1.0)
     due = []
     for number in range(200):
         found.observe_target(8, 1.2)
-        if found.plain_step_due:
+        if found.steps_due:
             due.append(number)
             found.observe_target(1, 1.0)
     assert 3 <= len(due) <= 8 and due[-1] - due[-2] > due[0] + 1
     # Twice as slow: is the tree slower, or the machine? It is the machine.
     for _ in range(40):
-        found.observe_target(1, 2.0) if found.plain_step_due else found.observe_target(8, 2.4)
+        found.observe_target(1, 2.0) if found.steps_due else found.observe_target(8, 2.4)
     assert found.target(7)[7] == pytest.approx(1.2, rel=0.2)
 
 

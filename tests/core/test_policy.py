@@ -115,7 +115,7 @@ def test_a_likely_lookup_needs_no_pass():
 
 @pytest.mark.parametrize(
     "node_cost, pass_cost, fewest",
-    [(0.0, 0.0, 4), (0.05, 0.1, 5), (0.2, 0.1, 9), (0.42, 0.1, 64), (2.0, 0.1, 64)],
+    [(0.0, 0.0, 2), (0.05, 0.1, 3), (0.2, 0.1, 5), (0.42, 0.1, 55), (2.0, 0.1, 64)],
     ids=["free", "cheap", "dear", "half a step for each node", "nothing gains"],
 )
 def test_the_prompt_is_read_for_as_many_tokens_as_pay_for_it(node_cost, pass_cost, fewest):
@@ -130,7 +130,20 @@ def test_a_drafter_that_gains_more_than_expected_reads_the_prompt_for_fewer_toke
     stats.rate, policy = 1.5, adaptive(stats, node_cost=0.42)
     assert not policy.begins(16)
     stats.drafted_rounds = 20
-    assert policy.begins(16) and not policy.begins(6)
+    assert policy.begins(16) and not policy.begins(3)
+
+
+@pytest.mark.parametrize("seconds, fewest", [(0.2, 1), (5.0, 12)], ids=["cheap", "dear"])
+def test_a_prompt_that_was_read_shows_what_reading_costs(seconds, fewest):
+    stats = AcceptanceStats()
+    stats.drafted_rounds, policy = 1, adaptive(stats)
+    time = RoundTime(reading=seconds, is_first=True, drafting=0.0, passes=0, target=1.0)
+    for _ in range(8):
+        tree = chain(torch.zeros(1, dtype=torch.long))
+        policy.update(RoundOutcome(policy.decide(), tree, torch.arange(1), 0, time=time))
+    # With what such a drafter gains at first.
+    stats.rate, stats.drafted_rounds = 1.0, 0
+    assert [tokens for tokens in range(100) if policy.begins(tokens)] == list(range(fewest, 100))
 
 
 @pytest.mark.parametrize("threshold, expected", [(0.0, True), (0.4, True), (0.6, False)])

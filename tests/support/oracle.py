@@ -85,16 +85,18 @@ class FreeDrafting(Costs):
     """Drafting costs next to nothing, and no clock is read."""
 
     commit = draft_pass = 0.01
-    plain_step_due = False
 
     def __init__(self, prior, sizes=()):
         super().__init__({0: 1.0, max(prior): 1.1})
-        self.largest = max(prior)
+        self.largest, self.steps_due = max(prior), 0
 
     def observe_target(self, nodes, seconds):
         pass
 
     def observe_drafting(self, commit_seconds, pass_seconds, passes):
+        pass
+
+    def observe_prompt(self, seconds):
         pass
 
 

@@ -13,8 +13,8 @@ from .generate_arguments import check_sampling
 from .run_arguments import CommandParser, at_least, check_names
 
 # What a report says of the models and the machine, by these names.
-REPORTED = ("target", "drafter", "draft_model", "target_weights", "dtype", "device", "threads")
-REPORTED += ("hf_falcon", "torch", "transformers", "row_invariant", "busy_processes", "chat_template_kwargs")
+REPORTED = ["target", "drafter", "draft_model", "target_weights", "dtype", "device", "threads"]
+REPORTED += ["hf_falcon", "torch", "transformers", "row_invariant", "busy_processes", "chat_template_kwargs"]
 
 DESCRIPTION = """`hf-falcon bench`: compares decoding methods on the same target, prompts and machine, in one run."""
 

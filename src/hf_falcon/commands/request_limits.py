@@ -27,8 +27,8 @@ _LAST_WORDS = 2
 CONNECTIONS = 100
 _STOPS = 16
 _LONGEST_STOP = 256
-# Bytes of the table that transformers makes for a request's stops: it has 4 bytes for each token of the vocabulary, each
-# stop, and each place where a token can be in it, at its end or not. It keeps the last eight.
+# Bytes of the table that transformers makes for a request's stops: 4 for each token of the vocabulary, each stop, and
+# each place where a token can be in it or at its end. It keeps the last eight tables.
 _LARGEST_STOP_TABLE = 1 << 27
 _BIASES = 1024
 # Words in the types of a message's parts that are no text, such as "image_url" and "input_audio".

@@ -29,8 +29,8 @@ _PLAIN_ROUND = 1 / 8
 # The factor between the costs that decisions are made with. In bfloat16 the size of a tree decides how its logits are
 # rounded: costs that change with every timing would flip near-ties from run to run.
 _STEP = 1.15
-# What a draft pass and a commit cost before they were timed, in plain steps.
-_UNMEASURED_PASS = 0.1
+# What a draft pass, a commit, and reading a prompt cost before they were timed, in plain steps.
+_UNMEASURED_PASS, _UNMEASURED_PROMPT = 0.1, 1.0
 # A coarse clock may say 0.
 _LEAST = 1e-4
 # Rounds between two plain steps where everything is drafted: at first, and at most, doubling. They give the unit.
@@ -120,6 +120,10 @@ class Costs:
             among them.
         sizes (sequence of `int`, *optional*): tokens of a tree, the root among them, that smaller trees are padded to,
             in ascending order; larger ones run as they are.
+
+    Attributes:
+        prompt (`float`): what the drafter's reading of a prompt costs.
+        steps_due (`int`): plain steps that are to be timed.
     """
 
     def __init__(self, prior: Mapping[int, float], sizes: Sequence[int] = ()):
@@ -129,9 +133,10 @@ class Costs:
         # What forwards of about some number of tokens cost, as a multiple of the prior.
         self._forwards: dict[int, _Cost] = {}
         self._commit, self._pass = _Cost(_UNMEASURED_PASS), _Cost(_UNMEASURED_PASS)
+        self.prompt = _UNMEASURED_PROMPT
         # Seconds of the latest plain steps; plain steps that are due; rounds until the next is, now and at first.
         self._plain: deque[float] = deque(maxlen=3)
-        self._due, self._left, self._interval = 1, _SHORTEST_INTERVAL, _SHORTEST_INTERVAL
+        self.steps_due, self._left, self._interval = 1, _SHORTEST_INTERVAL, _SHORTEST_INTERVAL
         # Rounds so far, plain ones for less; and drafted ones.
         self._now, self._drafted = 0.0, 0
         # Tokens of the largest forward so far, and how often the costs of forwards have changed.
@@ -146,11 +151,6 @@ class Costs:
     def draft_pass(self) -> float:
         """What a draft pass costs."""
         return self._pass.value
-
-    @property
-    def plain_step_due(self) -> bool:
-        """Whether a plain step should be timed."""
-        return self._due > 0
 
     def target(self, max_nodes: int) -> list[float]:
         """The target's time for the root and 0, 1, ..., `max_nodes` draft nodes."""
@@ -170,13 +170,13 @@ class Costs:
         self.version += sum([cost.forget(self._now) for cost in list(self._forwards.values())])
         if nodes == 1:
             self._plain.append(seconds)
-            self._due, self._left = max(0, self._due - 1), self._interval
+            self.steps_due, self._left = max(0, self.steps_due - 1), self._interval
             return
         if not self._plain:
             return
         self._left, self.largest = self._left - 1, max(self.largest, nodes)
         if self._left <= 0:
-            self._due, self._interval = max(1, self._due), min(2 * self._interval, _LONGEST_INTERVAL)
+            self.steps_due, self._interval = max(1, self.steps_due), min(2 * self._interval, _LONGEST_INTERVAL)
         tokens = self._padded(nodes)
         near = tokens if tokens in self._sizes else 2 ** round(math.log2(tokens))
         cost = self._forwards.setdefault(near, _Cost(1.0))
@@ -185,7 +185,7 @@ class Costs:
             self.version += 1
             if was_known:
                 # Is the tree slower, or the whole machine? Two plain steps make the median a new one.
-                self._due, self._interval = 2, _SHORTEST_INTERVAL
+                self.steps_due, self._interval = 2, _SHORTEST_INTERVAL
 
     def observe_drafting(self, commit_seconds: float | None, pass_seconds: float, passes: int) -> None:
         """Takes the seconds of a round's drafting: of its commit, where known, and of all its `passes` after it."""
@@ -194,6 +194,10 @@ class Costs:
             self._commit.observe(commit_seconds / self._plain_seconds, self._drafted)
         if self._plain and passes:
             self._pass.observe(pass_seconds / passes / self._plain_seconds, self._drafted)
+
+    def observe_prompt(self, seconds: float) -> None:
+        """Takes the seconds in which the drafter read a prompt. A mean of logarithms: an interruption counts less."""
+        self.prompt = math.sqrt(self.prompt * (self.plain_steps(seconds) or self.prompt))
 
     def plain_steps(self, seconds: float) -> float:
         """How many plain steps take so long; 0 before any was timed."""

@@ -33,9 +33,8 @@ _PRIOR_OF_TREES, _PRIOR_OF_CALIBRATED, _DECAY_OF_TREES = 1.0, 4.0, 0.95
 _NEW, _NEW_RATE = 0.15, 0.05
 # Tokens that drafting may lose before it pauses, and that a plain step adds to them: a dearer probe is rarer.
 _CREDIT, _PROBE_SHARE = 0.3, 0.01
-# What reading a prompt is taken to cost, in plain steps; the share of an unknown drafter's tokens that is taken to be
-# right; and the tokens that drafting begins for in any case.
-_PROMPT_COST, _TYPICAL_SHARE, _ENOUGH_TOKENS = 2.0, 0.65, 64
+# The share of an unknown drafter's tokens that counts as right, and tokens that drafting begins for in any case.
+_TYPICAL_SHARE, _ENOUGH_TOKENS = 0.65, 64
 # Drafted rounds in a row without a second pass: the gain and the cost of a pass are observed only where one runs.
 _LONGEST_SINGLE = 8
 # From this probability on, a looked-up token decides a round's outcome more than drafting does.
@@ -382,7 +381,7 @@ class AdaptivePolicy(DraftPolicy):
         tokens = (1.0 - _TYPICAL_SHARE ** torch.arange(1, self._most_nodes + 2, device="cpu")) / (1.0 - _TYPICAL_SHARE)
         rates = tokens / (self._target_times + self._costs.commit + self._costs.draft_pass)
         rate = max(float(rates.max()), self._stats.rate if self._stats.drafted_rounds > 0 else 1.0)
-        return max_depth >= _ENOUGH_TOKENS or max_depth * (1.0 - 1.0 / rate) > _PROMPT_COST
+        return max_depth >= _ENOUGH_TOKENS or max_depth * (1.0 - 1.0 / rate) > self._costs.prompt
 
     def _read_costs(self) -> None:
         """Takes the target's time for 0, 1, 2, ... draft nodes or deferred tokens, in plain steps."""
@@ -393,7 +392,7 @@ class AdaptivePolicy(DraftPolicy):
     def decide(self, likely: float = 0.0) -> DraftDecision:
         """See [`DraftPolicy.decide`]."""
         stats = self._stats
-        if self._costs.plain_step_due and likely < _LIKELY:
+        if self._costs.steps_due and likely < _LIKELY:
             return DraftDecision(draft=False, node_costs=torch.zeros(1, device="cpu"))
         self._read_costs()
         # Where what was looked up is right a pass adds nothing to it.
@@ -453,6 +452,8 @@ class AdaptivePolicy(DraftPolicy):
                 costs.observe_drafting(time.commit, time.drafting, time.passes)
             drafting = costs.commit + costs.draft_pass * time.passes
             cost += drafting
+            if time.is_first and time.reading > 0.0:
+                costs.observe_prompt(time.reading)
             if stats.drafted_rounds > 0 and stats.accepted_tokens <= stats.rate * stats.cost:
                 spent = stats.rate * costs.plain_steps(time.reading)
                 stats.credit, self._spent = stats.credit - spent, self._spent + spent * time.is_first
