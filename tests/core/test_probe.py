@@ -11,10 +11,11 @@ import pytest
 import torch
 from shrunken import VOCAB as SHRUNKEN_VOCAB
 from shrunken import tiny_model
-from tiny_models import IS_OLDEST, new_drafter, new_target, prompt, random_tokens, tiny_drafter, tiny_target
+from tiny_models import IS_OLDEST, ROPE_PHI3, new_drafter, new_target, prompt, random_tokens, tiny_drafter, tiny_target
 from torch import nn
 from torch.distributed.tensor import DeviceMesh, distribute_tensor
-from transformers import DynamicCache, LlamaConfig, MixtralConfig, MixtralForCausalLM
+from transformers import DynamicCache, LlamaConfig, MixtralConfig, MixtralForCausalLM, StaticCache
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 import hf_falcon
 from hf_falcon.checkpoint_files import weights_fingerprint
@@ -365,6 +366,17 @@ def test_a_text_that_ends_where_the_table_does(name, monkeypatch):
     check(target, ids, True, max_new_tokens=end + 1 - 28)
 
 
+@pytest.mark.skipif("phi3-longrope" not in ROPE_PHI3, reason="this transformers builds no such tiny target")
+@pytest.mark.parametrize("length", [23, 24, 25])
+def test_a_prompt_that_ends_where_rotary_frequencies_change(length):
+    """No tree crosses the place, and behind it the drafter drafts."""
+    target, ids = tiny_target("phi3-longrope"), prompt(length)
+    drafter = tiny_drafter(target)
+    found = generate(target, ids, assistant_model=drafter)
+    assert found.sequences.tolist() == generate(target, ids).sequences.tolist()
+    assert found.draft_statistics.drafted_tokens > 0
+
+
 def test_depth_left():
     assert depth_left([], 9) is None
     assert depth_left([(40, False)], 30) == 9
@@ -444,6 +456,38 @@ def test_a_cache_of_ones_own(make, drafts, warnings_given):
     assert drafts or ".update`, and may keep something else" in warnings_given()[0]
 
 
+def windows(target, keeps):
+    cache = DynamicCache()
+    cache.layers = [DynamicSlidingWindowLayer(keeps) for _ in range(target.config.num_hidden_layers)]
+    return cache
+
+
+def slots(target, keeps):
+    return StaticCache(config=target.config, max_cache_len=keeps)
+
+
+@pytest.mark.parametrize(
+    "name, make, keeps, drafts",
+    [
+        ("llama", windows, 12, False),
+        ("llama", windows, 64, True),
+        ("mistral", windows, 12, False),
+        ("mistral", windows, 32, True),
+        ("mistral", slots, 16, False),
+        ("mistral", slots, 64, True),
+    ],
+)
+def test_a_cache_that_keeps_fewer_tokens_than_the_target(name, make, keeps, drafts, warnings_given):
+    """Plain decoding forgets the oldest tokens then. It does not matter where no text is so long."""
+    target = new_target(name, **({"sliding_window": 32} if name == "mistral" else {}))
+    ids, options = prompt(8), {"max_new_tokens": 40}
+    expected = generate(target, ids, past_key_values=make(target, keeps), **options)
+    found = generate(target, ids, past_key_values=make(target, keeps), assistant_model=tiny_drafter(target), **options)
+    assert found.sequences.tolist() == expected.sequences.tolist()
+    assert (getattr(found, "draft_statistics", None) is not None) == drafts
+    assert drafts or "the cache keeps fewer tokens than the target's own windows" in warnings_given()[0]
+
+
 def test_a_lack_of_memory_is_no_verdict():
     """A later call may have the memory."""
     target = new_target("llama")
@@ -475,6 +519,13 @@ def test_a_state_in_a_layer_with_weights_is_left_alone():
     assert state is not None
     verdict_of_prompt(target, prompt(9))
     assert target.model.layers[0].mlp.up_proj.recurrent_states is state
+
+
+def test_a_buffer_without_values():
+    """As accelerate leaves those of offloaded layers."""
+    target = new_target("llama")
+    target.model.layers[1].register_buffer("of_an_offloaded_layer", torch.zeros(4, device="meta"))
+    assert verdict_of_prompt(target, prompt(9)).way == TREES
 
 
 def test_a_state_that_is_written_in_place_is_left_alone():

@@ -30,6 +30,26 @@ def linear_of(target, drafter):
     return linear
 
 
+class Head(torch.nn.Module):
+    """A head of one's own, which has a weight and no bias."""
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+    def forward(self, states):
+        return torch.nn.functional.linear(states, self.weight)
+
+
+def test_a_head_without_a_bias():
+    target, drafter = pair()
+    target.lm_head = Head(target.lm_head.weight)
+    options = {"do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    expected = target.generate(prompt(9), **options)
+    assert target.generate(prompt(9), assistant_model=drafter, **options).tolist() == expected.tolist()
+    linear_of(target, drafter)
+
+
 def test_calls_share_one_copy(monkeypatch):
     target, drafter = pair()
     copies = []

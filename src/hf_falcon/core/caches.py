@@ -287,8 +287,7 @@ class SlotLayer(DynamicLayer):
     def room(self, new: int) -> tuple[Tensor, Tensor]:
         """As `update`, for a forward that writes its `new` tokens itself."""
         self._end = self._slots.longest + new
-        if self._window is not None and self._end - self.offset > self._buffer.size:
-            self._forget()
+        self._forget(self._end)
         self._buffer.reserve(self._end - self.offset, self._buffer.parts)
         return self._buffer.seen(self._end - self.offset)
 
@@ -304,8 +303,7 @@ class SlotLayer(DynamicLayer):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The number of slots that a forward of `query_length` tokens reads, and the first of them."""
         end = self._slots.longest + query_length
-        if self._window is not None and end - self.offset > self._buffer.size:
-            self._forget()
+        self._forget(end)
         return self._buffer.seen_slots(end - self.offset), self.offset
 
     def move(self, sources: Tensor, targets: Tensor) -> None:
@@ -339,9 +337,10 @@ class SlotLayer(DynamicLayer):
         layer.keys, layer.values = keys, values
         return layer
 
-    def _forget(self) -> None:
-        """Moves the slots that some row still sees to the front of the buffer."""
-        assert self._window is not None
+    def _forget(self, end: int) -> None:
+        """Moves the slots that some row still sees to the front of a buffer that lacks room up to slot `end`."""
+        if self._window is None or end - self.offset <= self._buffer.size:
+            return
         oldest = max(self.offset, self._slots.shortest - self._window + 1)
         if oldest > self.offset:
             used = slice(oldest - self.offset, self._slots.longest - self.offset)

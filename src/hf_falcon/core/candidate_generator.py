@@ -20,6 +20,7 @@ from transformers.generation.candidate_generator import CandidateGenerator
 
 from .costs import Stopwatch
 from .draft_options import DraftOptions
+from .draft_session import ROWS_OF_A_ROUND
 from .interfaces import DraftedBlocks, Drafter, DraftHead, drafter_acceleration, needed_part, part
 from .policy import AcceptanceStats, DraftDecision, DraftPolicy, PassCheck, PlainPolicy, RoundOutcome, RoundTime
 from .target_parts import FeatureTap
@@ -29,8 +30,6 @@ from .tree import Branches, DraftTree, DynamicRound, DynamicTree, collect, to_de
 _CONTEXT_TOKENS, _EXTRA_TOKENS = 4096, 1024
 # Positions whose features wait for the drafter, at most, while nothing is drafted.
 _MOST_UNCOMMITTED = 1024
-# Positions that a round adds, at most, or few more.
-_ROWS_OF_A_ROUND = 16
 
 
 class ContextHead:
@@ -368,7 +367,6 @@ class FalconCandidateGenerator(CandidateGenerator):
         path: Tensor,
         accepted: int,
         features: Tensor,
-        input_ids: Tensor,
         watch: Stopwatch | None,
         nodes: int | None = None,
     ) -> None:
@@ -380,7 +378,6 @@ class FalconCandidateGenerator(CandidateGenerator):
             path (`torch.LongTensor` of shape `(emitted,)`): its nodes that were right, the root first; on the host.
             accepted (`int`): emitted tokens that were draft tokens.
             features (`torch.Tensor` of shape `(1, emitted, ...)`): the target's features of the path.
-            input_ids (`torch.LongTensor` of shape `(1, length)`): the sequence, emitted tokens included; on the host.
             watch ([`Stopwatch`], *optional*): its lap is the target's forward, if the row counts it.
             nodes (`int`, *optional*): nodes that the target ran for the sequence; defaults to the size of the tree.
         """
@@ -399,8 +396,8 @@ class FalconCandidateGenerator(CandidateGenerator):
         if drafting is not None:
             commit, time.drafting = (self._rows * lap for lap in drafting)
             # The commit of a prompt, or after a pause of drafting, says nothing of a round's.
-            time.commit = commit if 0 < self._new_rows <= _ROWS_OF_A_ROUND else None
-            time.reading = commit if self._new_rows > _ROWS_OF_A_ROUND else 0.0
+            time.commit = commit if 0 < self._new_rows <= ROWS_OF_A_ROUND else None
+            time.reading = commit if self._new_rows > ROWS_OF_A_ROUND else 0.0
             time.is_first = self._is_first
         return time
 

@@ -10,6 +10,7 @@ import inspect
 import weakref
 from typing import Any
 
+import torch
 from transformers import AutoModel, PreTrainedModel
 
 # The arguments for reading a repository that `generate` passes on.
@@ -34,6 +35,8 @@ def generate(model: PreTrainedModel, **kwargs: Any) -> Any:
     return model.generate(assistant_model=drafter, **kwargs)
 
 
+# Later calls use it outside of inference mode, too.
+@torch.inference_mode(False)
 def _load(model: PreTrainedModel, repository: str, loading: dict[str, Any]) -> PreTrainedModel:
     wanted = (repository, loading.get("revision"), str(model.dtype), str(model.device))
     known, drafter = _drafters.get(model, (None, None))

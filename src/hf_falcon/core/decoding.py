@@ -240,7 +240,7 @@ def decode(
             found = found[:, to_device(path, features.device)]
             # One forward is one timing, whatever the number of rows.
             timed = watch if row is unfinished[0] else None
-            row.generator.update(tree, path, accepted, found, row.sequence.token_ids, timed, nodes)
+            row.generator.update(tree, path, accepted, found, timed, nodes)
             statistics.add_round(len(tree) - 1, accepted)
         batch.stream()
     return statistics
@@ -277,8 +277,8 @@ def _policy(run: TargetRun, rows: Sequence[Row], batch: Batch, cached: int) -> D
     stats = acceptance_stats_of(drafter, model)
     # On a device other than a CPU, a question after a pass would wait for the device; a tree of paths has none.
     ahead = drafter.device.type != "cpu" and isinstance(options.draft_tree, str)
-    limit = max(_depth_limit(run, row, batch) for row in rows)
-    if limit < 1:
+    # A path may grow again later in the call, where rotary frequencies that end it change.
+    if max(batch.tokens_left(row.sequence) for row in rows) < 2:
         return PlainPolicy(options, stats)
     if options.num_assistant_tokens_schedule == "constant" or options.draft_tree != "dynamic":
         return DraftPolicy(options, stats, ahead)

@@ -29,8 +29,8 @@ from .tree import to_device
 
 # Rows of one drafter forward. Masks are rows * context, so a long pause of drafting costs no quadratic memory.
 _PREFILL_ROWS = 512
-# Rows of a commit after a round, at most, or few more: their tables are kept.
-_ROWS_OF_A_ROUND = 16
+# Rows of a commit after a round, at most, or few more.
+ROWS_OF_A_ROUND = 16
 # Rows of the identity that a quantised head multiplies at once.
 _IDENTITY_ROWS = 256
 # Of each target and drafter, the LM head's rows for the draft vocabulary, and marks of what they were copied from.
@@ -119,7 +119,11 @@ class TargetHead:
             heads = _heads.setdefault(self._target(), weakref.WeakKeyDictionary())
             output: Any = self._target().get_output_embeddings()
             # What the rows are copied from, and the buffers with their ids.
-            of_head = head_parameters(self._target()) if is_quantised(output) else (output.weight, output.bias)
+            of_head = (
+                head_parameters(self._target())
+                if is_quantised(output)
+                else (output.weight, getattr(output, "bias", None))
+            )
             sources = [*of_head, *drafter._buffers.values()]
             known, marks = heads.get(drafter, (None, []))
             like = (self._example.device, self._dtype)
@@ -365,7 +369,9 @@ class BlockSession:
             chunk = max(1, _PREFILL_ROWS // size) * size
             edges = [0, *range(needed % chunk or min(chunk, needed), needed + 1, chunk)]
             for start, end in itertools.pairwise(edges):
-                predicted = self._run_committed(rows[:, start:end])
+                table = self._commit_table(end - start, rows.dtype)
+                predicted = self._run_layers(rows[:, start:end], table, table.mask, self._cache.length)
+                self._cache.advance(end - start)
             self._tail = rows[:, -(size - 1) :] if size > 1 else rows[:, :0]
             return predicted[:, -size:] if self._committed >= size else None
 
@@ -410,21 +416,13 @@ class BlockSession:
             blocks = (places - count) // self._block_size
             table = self._table(blocks, places, additive_mask(blocks[:, None] >= blocks[None], dtype))
             # A prompt is committed once.
-            if count <= _ROWS_OF_A_ROUND:
+            if count <= ROWS_OF_A_ROUND:
                 self._commit_tables[count] = table
         return table
 
     def _table(self, blocks: Tensor, positions: Tensor, mask: Tensor) -> RowTable:
         parts = blocks, block_anchors(blocks[None], self._block_size), positions[None], mask
         return RowTable(*(to_device(part, self._device) for part in parts))
-
-    def _run_committed(self, rows: Tensor) -> Tensor:
-        """Runs committed positions through the decoder layers, in blocks cut from the right, and keeps their rows."""
-        count = rows.shape[1]
-        table = self._commit_table(count, rows.dtype)
-        predicted = self._run_layers(rows, table, table.mask, self._cache.length)
-        self._cache.advance(count)
-        return predicted
 
     def _run_layers(self, fused: Tensor, table: RowTable, mask: Tensor, first_place: int) -> Tensor:
         """

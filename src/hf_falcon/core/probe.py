@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import inspect
 import itertools
+import math
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -147,7 +148,7 @@ def probe(
     key = (tries_trees, rows > 1, _kinds_of(model_kwargs), _state_of(model))
     if key not in known:
         if len(known) >= _KEPT:
-            del known[next(iter(known))]
+            known.pop(next(iter(known)), None)
         files, kinds = part("verdicts"), key[:3]
         if tries_trees and files is not None and files.knows(model, kinds):
             known[key] = Verdict(TREES)
@@ -237,7 +238,7 @@ def _try_ways(
             return Verdict(PLAIN, f"the target runs a text with its other inputs, not alone ({_named(error)})")
         no_tree = None
         if tries_trees:
-            no_tree = _no_tree_in_parts(model) or trial.fault(trial.as_trees, expected, "a tree of tokens")
+            no_tree = trial.fault(trial.as_trees, expected, "a tree of tokens")
             if no_tree is None:
                 return Verdict(TREES)
         if rows > 1:
@@ -415,7 +416,8 @@ def _left_alone(model: PreTrainedModel) -> Iterator[None]:
     kept = [each for each in kept if not isinstance(each, torch.jit.ScriptModule)]
     before = [({**vars(each)}, {**each._buffers}) for each in kept]
     # What is written in place: the state of a spectral norm, or what an observer of a quantisation has seen.
-    written = [(each, each.clone()) for each in model.buffers() if each.numel() < 1 << 16 and not each.is_inference()]
+    small = [each for each in model.buffers() if each.numel() < 1 << 16 and not (each.is_inference() or each.is_meta)]
+    written = [(each, each.clone()) for each in small]
     try:
         with torch.no_grad(), torch.random.fork_rng(indices, device_type=device.type if indices else "cuda"):
             yield
@@ -443,13 +445,6 @@ def _no_probe_reason(model: PreTrainedModel) -> str | None:
         return f"the target takes no `{CACHE_NAME}`"
     refusal: Callable[[PreTrainedModel], str | None] | None = part("quantised")
     return refusal(model) if refusal is not None else _NO_QUANTISED if any(quantised_layers(model)) else None
-
-
-def _no_tree_in_parts(model: PreTrainedModel) -> str | None:
-    """The reason why the target's forward cannot take a tree, if there is one."""
-    takes = inspect.signature(model.forward).parameters
-    missing = [name for name in ("position_ids", CACHE_NAME) if name not in takes]
-    return f"the target takes no `{missing[0]}`, which a tree needs" if missing else None
 
 
 # Rules.
@@ -484,6 +479,11 @@ def _no_draft_reason(
     for each in {type(each): each for each in (cache, *getattr(cache, "layers", ()))}.values():
         if (changed := _own_method(each, ("transformers.", type(model).__module__))) is not None:
             return f"the cache has its own {changed}, and may keep something else than every token's keys and values"
+    layers = getattr(cache, "layers", [])
+    if any(getattr(layer, "is_sliding", False) for layer in layers):
+        usual, most = DynamicCache(config=config).layers, (generation_config.max_length or 0) - 1
+        if any(min(_kept(own), most) < min(_kept(each), most) for own, each in zip(layers, usual)):
+            return "the cache keeps fewer tokens than the target's own windows"
     mask, embeds = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
     past = cached_tokens(cache)
     tokens = (input_ids if embeds is None else embeds).shape[1]
@@ -494,8 +494,8 @@ def _no_draft_reason(
     if streams := sorted(name for name, value in model_kwargs.items() if isinstance(value, Iterator)):
         return f"every new token of the target takes the next part of {streams}"
     crossing = getattr(config, "cross_attention_layers", None) or ()
-    layers = getattr(cache, "layers", [])[crossing[0] : crossing[0] + 1] if crossing else []
-    if crossing and (extra_inputs(model_kwargs) or any(layer.is_initialized for layer in layers)):
+    images = layers[crossing[0] : crossing[0] + 1] if crossing else []
+    if crossing and (extra_inputs(model_kwargs) or any(layer.is_initialized for layer in images)):
         return "the target's cross-attention layers keep an image in the cache, which then cannot drop branches"
     wanted = [name for name in LAYER_OUTPUTS if getattr(generation_config, name)]
     if wanted and generation_config.return_dict_in_generate and part("layer_outputs") is None:
@@ -504,6 +504,11 @@ def _no_draft_reason(
     later = extra_inputs(first_step(model, input_ids, extend_model_kwargs(model, model_kwargs, new_tokens=1)))
     counted = sorted(k for k, value in step.items() if isinstance(value, (int, float, str)) and later.get(k) != value)
     return f"{counted} of the target's inputs have other values in every step" if counted else None
+
+
+def _kept(layer: Any) -> float:
+    """Tokens that a layer of a cache keeps, at most."""
+    return layer.get_max_length() if getattr(layer, "is_sliding", False) else math.inf
 
 
 def _own_method(part: Any, modules: tuple[str, ...]) -> str | None:
@@ -551,7 +556,9 @@ def _no_tree_reason(model: PreTrainedModel, input_ids: Tensor, model_kwargs: Map
     given = extra_inputs(model_kwargs)
     if given and rope_boundary(config)[0] is not None:
         return f"the target was given {sorted(given)}, and its rotary frequencies depend on the context's length"
-    return None
+    takes = inspect.signature(model.forward).parameters
+    missing = [name for name in ("position_ids", CACHE_NAME) if name not in takes]
+    return f"the target takes no `{missing[0]}`, which a tree needs" if missing else None
 
 
 def _no_chain_reason(

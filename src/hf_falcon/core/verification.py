@@ -219,8 +219,13 @@ def verify_greedy(tree: DraftTree, choices: Tensor, sequence: TokenSequence) -> 
     Returns:
         See [`verify`].
     """
-    path, tokens = (tree.parents, choices) if len(tree) == 1 else greedy_path(tree, choices)
-    emitted = 0
+    path, tokens, emitted = tree.parents, choices, 0
+    if len(tree) > 1:
+        matches = tree.token_ids == choices[tree.parents]
+        matches[0] = True
+        # Siblings differ in their token, so nodes that match with all their ancestors are one path, in order of depth.
+        path = (matches | ~tree.visible).all(dim=1).nonzero()[:, 0]
+        tokens = choices[path]
     for token in tokens.tolist():
         sequence.emit(token)
         emitted += 1
@@ -252,26 +257,6 @@ def walk(tree: DraftTree, sequence: TokenSequence, choose: Callable[[int, list[i
             return torch.tensor(path, device="cpu"), accepted
         path.append(child)
         node = child
-
-
-def greedy_path(tree: DraftTree, choices: Tensor) -> tuple[Tensor, Tensor]:
-    """
-    The longest path that greedy decoding takes, without a loop: a match flag for each node, and all ancestors' flags.
-
-    Args:
-        tree ([`DraftTree`]): the tree of the round.
-        choices (`torch.LongTensor` of shape `(nodes,)`): the target's next token after each node, on the host.
-
-    Returns:
-        The path's nodes, the root first, of shape `(accepted + 1,)`, and the tokens to emit, of the same shape: the
-        accepted ones and the target's own next one.
-    """
-    matches = tree.token_ids == choices[tree.parents]
-    matches[0] = True
-    accepted = (matches | ~tree.visible).all(dim=1)
-    # Siblings differ in their token, so accepted nodes are one path, in order of depth.
-    path = accepted.nonzero()[:, 0]
-    return path, choices[path]
 
 
 class Batch:
