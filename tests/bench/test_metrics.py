@@ -39,7 +39,8 @@ def test_metrics():
 
 def test_a_shorter_text_is_no_speedup():
     traces = [trace(), trace("other", tokens=(1, 2), seconds=(1.0,))]
-    assert summarise(traces, exact=False)[1]["speedup"] == 1.0
+    found = summarise(traces, exact=False)[1]
+    assert found["speedup"] == 1.0 and found["median_first_difference"] == 2 and found["median_logit_gap"] is None
 
 
 @pytest.mark.parametrize("exact", [True, False])

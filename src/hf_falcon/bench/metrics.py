@@ -58,7 +58,9 @@ def _row(method: str, data: str, own: list[Trace], plain: list[Trace], exact: bo
         time * len(reference.tokens) / max(1, len(trace.tokens)) for time, trace, reference in zip(seconds, own, plain)
     ]
     differences = [first_difference(trace.tokens, reference.tokens) for trace, reference in zip(own, plain)]
-    diverging = [(place, trace.gap) for place, trace in zip(differences, own) if place is not None]
+    places = [place for place in differences if place is not None]
+    # An answer that only ends earlier has no gap.
+    gaps = [trace.gap for place, trace in zip(differences, own) if place is not None and trace.gap is not None]
     prompts = {(trace.data, trace.prompt) for trace in own}
     differing = {(trace.data, trace.prompt) for place, trace in zip(differences, own) if place is not None}
     ratios = [each / time for each, time in zip(plain_seconds, comparable)]
@@ -74,8 +76,8 @@ def _row(method: str, data: str, own: list[Trace], plain: list[Trace], exact: bo
         "speedup_spread": _quartiles(ratios) if may_claim else None,
         "slowest_speedup": min(ratios) if may_claim else None,
         "identical_prompts": len(prompts - differing),
-        "median_first_difference": statistics.median(place for place, _ in diverging) if diverging else None,
-        "median_logit_gap": statistics.median(gap or 0.0 for _, gap in diverging) if diverging else None,
+        "median_first_difference": statistics.median(places) if places else None,
+        "median_logit_gap": statistics.median(gaps) if gaps else None,
         **_drafting([trace.statistics for trace in own if trace.statistics is not None]),
         "peak_memory_mb": max(trace.peak_memory_mb for trace in own),
     }
