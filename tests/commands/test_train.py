@@ -277,7 +277,8 @@ def test_a_run_is_not_continued_as_another_drafter(workplace, tmp_path):
     checkpoint, before = tmp_path / "checkpoint-1", asdict(DrafterArguments(data=["a"]))
     checkpoint.mkdir()
     (checkpoint / "provenance.json").write_text(json.dumps({"arguments": before}))
-    for name, value in {"feature_layers": [0], "eval_samples": 3, "block_size": 2, "draft_vocab_size": 20}.items():
+    changes = {"feature_layers": [0], "eval_samples": 3, "block_size": 2, "draft_vocab_size": 20, "init_from": "b"}
+    for name, value in changes.items():
         message = f"`{name}` is {value!r}, and was {before[name]!r} in the run of {str(checkpoint)!r}: give that to "
         with pytest.raises(ValueError, match=re.escape(message)):
             refuse_other_run(checkpoint, {"arguments": {**before, name: value}})

@@ -339,6 +339,32 @@ def test_a_run_is_not_continued_with_other_data_or_for_another_target(target, tm
     assert run.state.global_step == 3
 
 
+@pytest.mark.parametrize(
+    "name, before, now",
+    [
+        ("muon", True, False),
+        ("muon", False, True),
+        ("optim", "adamw_torch", "sgd"),
+        ("weight_decay", 0.0, 0.1),
+        ("lr_scheduler_type", "reduce_lr_on_plateau", "linear"),
+        ("lr_scheduler_type", "linear", "reduce_lr_on_plateau"),
+    ],
+)
+def test_a_run_is_not_continued_with_another_optimizer(target, tmp_path, name, before, now):
+    options = {"eval_strategy": "steps", "eval_steps": 5, "max_steps": 2, "max_minutes": 0.0}
+    trainer(target, tmp_path, **options, **{name: before}).train()
+    message = f"`{name}` is {now!r}, and was {before!r} in the run of {str(tmp_path / 'checkpoint-1')!r}: give that to "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        trainer(target, tmp_path, **options, **{name: now}).train(resume_from_checkpoint=True)
+
+
+def test_a_run_is_continued_with_another_schedule_by_the_step(target, tmp_path):
+    trainer(target, tmp_path, max_steps=2, lr_scheduler_type="constant", max_minutes=0.0).train()
+    run = trainer(target, tmp_path, max_steps=2, lr_scheduler_type="linear")
+    run.train(resume_from_checkpoint=True)
+    assert run.state.global_step == 2
+
+
 @pytest.mark.parametrize("name, share", [("model.safetensors", 0.5), ("trainer_state.json", 0.0)])
 def test_a_damaged_checkpoint_is_named(target, unbroken, tmp_path, name, share):
     shutil.copytree(unbroken[0] / "checkpoint-4", tmp_path / "checkpoint-4")

@@ -81,7 +81,7 @@ def main(argv: list[str]) -> int:
         )
     if checkpoint:
         # Before the features, which may take hours.
-        refuse_other_run(checkpoint, {**provenance(target, data), "arguments": asdict(options)})
+        refuse_other_run(checkpoint, {**provenance(target, data), "arguments": {**asdict(options), **args.to_dict()}})
     if args.process_index == 0:
         _warn_of_another_target(files, target)
     layers = _config(options, target).feature_layers

@@ -19,9 +19,10 @@ from .token_file import TokenFile
 
 PROVENANCE_NAME = "provenance.json"
 
-# Arguments of `hf-falcon train` that what a checkpoint holds depends on.
+# Arguments of `hf-falcon train` that what a checkpoint holds depends on: weights, and the optimizer's state.
 _ARGUMENTS = (
     "architecture",
+    "init_from",
     "block_size",
     "num_lstm_layers",
     "num_draft_layers",
@@ -32,7 +33,13 @@ _ARGUMENTS = (
     "draft_vocab_size",
     "max_length",
     "eval_samples",
+    "muon",
+    "optim",
+    "weight_decay",
+    "lr_scheduler_type",
 )
+# Schedules that go by the loss. Their state is of another kind; the others go by the step, and may be changed.
+_BY_LOSS = {"reduce_lr_on_plateau", "greedy"}
 
 
 def provenance(target: PreTrainedModel, data: TokenFile) -> dict[str, Any]:
@@ -67,8 +74,8 @@ def provenance(target: PreTrainedModel, data: TokenFile) -> dict[str, Any]:
 
 def refuse_other_run(checkpoint: str | Path, found: dict[str, Any]) -> None:
     """
-    Refuses to continue a run with other data, for another target, or as a drafter of other layers or other held-out
-    samples: its schedule, its weights and its record would be of neither.
+    Refuses to continue a run with other data, for another target, with another optimizer, or as a drafter of other
+    layers or other held-out samples: its schedule, its weights and its record would be of neither.
 
     Args:
         checkpoint (`str` or `Path`): a checkpoint of the run.
@@ -88,7 +95,7 @@ def refuse_other_run(checkpoint: str | Path, found: dict[str, Any]) -> None:
             )
     before, now = (each.get("arguments", {}) for each in (kept, found))
     for name in (each for each in _ARGUMENTS if each in before and each in now):
-        if before[name] != now[name]:
+        if before[name] != now[name] and (name != "lr_scheduler_type" or _BY_LOSS & {before[name], now[name]}):
             raise ValueError(
                 f"`{name}` is {now[name]!r}, and was {before[name]!r} in the run of {str(checkpoint)!r}: give that to "
                 "continue it, or start another run in a new `output_dir`."
