@@ -358,6 +358,29 @@ def test_a_run_is_not_continued_with_another_optimizer(target, tmp_path, name, b
         trainer(target, tmp_path, **options, **{name: now}).train(resume_from_checkpoint=True)
 
 
+def test_a_run_is_continued_with_as_many_samples_a_step(target, tmp_path):
+    trainer(target, tmp_path, max_steps=3, max_minutes=0.0).train()
+    message = (
+        "A step has 4 samples (of a batch, times `gradient_accumulation_steps`, times processes), and had 2 in the "
+        f"run of {str(tmp_path / 'checkpoint-1')!r}: give as many to continue it, or start another run"
+    )
+    for name, value in {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2}.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            trainer(target, tmp_path, max_steps=3, **{name: value}).train(resume_from_checkpoint=True)
+    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 2, "max_minutes": 0.0}
+    run = trainer(target, tmp_path, max_steps=3, **options)
+    run.train(resume_from_checkpoint=True)
+    assert run.state.global_step == 2
+    # Earlier versions did not note it.
+    record = tmp_path / "checkpoint-2" / "provenance.json"
+    noted = json.loads(record.read_text())
+    assert noted.pop("samples_per_step") == 2
+    record.write_text(json.dumps(noted))
+    run = trainer(target, tmp_path, max_steps=3, per_device_train_batch_size=4)
+    run.train(resume_from_checkpoint=True)
+    assert run.state.global_step == 3
+
+
 def test_a_run_is_continued_with_another_schedule_by_the_step(target, tmp_path):
     trainer(target, tmp_path, max_steps=2, lr_scheduler_type="constant", max_minutes=0.0).train()
     run = trainer(target, tmp_path, max_steps=2, lr_scheduler_type="linear")

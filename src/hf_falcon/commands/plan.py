@@ -87,7 +87,7 @@ def describe(
         f"{config.num_hidden_layers} decoder layers, {vocab_size:,} tokens scored",
         "data": f"{len(train):,} samples of {tokens:,} tokens, {tokens - prompts:,} of them of "
         f"responses; {len(held_out) if held_out else 0:,} samples held out",
-        "steps": f"{steps:,} of {samples_per_step(args):,} samples ({args.world_size} processes x {batch} x "
+        "steps": f"{steps:,} of {args.samples_per_step:,} samples ({args.world_size} processes x {batch} x "
         f"{args.gradient_accumulation_steps} accumulated), {steps / steps_per_epoch:.2f} epochs",
         "presented": f"{presented:,} tokens",
         "work": f"{work:.3g} floating-point operations, {reading / work:.0%} of them the target's: "
@@ -107,15 +107,10 @@ def target_config(options: DrafterArguments) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(source)
 
 
-def samples_per_step(args: FalconTrainingArguments) -> int:
-    """Samples of one step of the optimiser, on all processes."""
-    return args.train_batch_size * args.gradient_accumulation_steps * args.world_size
-
-
 def training_steps(samples: int, args: FalconTrainingArguments) -> tuple[int, int]:
     """Steps of the optimiser in an epoch and in the run, as Trainer counts them."""
     whole = math.floor if args.dataloader_drop_last else math.ceil
-    per_epoch = max(1, whole(samples / samples_per_step(args)))
+    per_epoch = max(1, whole(samples / args.samples_per_step))
     return per_epoch, args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * per_epoch)
 
 

@@ -81,7 +81,8 @@ def main(argv: list[str]) -> int:
         )
     if checkpoint:
         # Before the features, which may take hours.
-        refuse_other_run(checkpoint, {**provenance(target, data), "arguments": {**asdict(options), **args.to_dict()}})
+        given = {"arguments": {**asdict(options), **args.to_dict()}, "samples_per_step": args.samples_per_step}
+        refuse_other_run(checkpoint, {**provenance(target, data), **given})
     if args.process_index == 0:
         _warn_of_another_target(files, target)
     layers = _config(options, target).feature_layers

@@ -74,8 +74,9 @@ def provenance(target: PreTrainedModel, data: TokenFile) -> dict[str, Any]:
 
 def refuse_other_run(checkpoint: str | Path, found: dict[str, Any]) -> None:
     """
-    Refuses to continue a run with other data, for another target, with another optimizer, or as a drafter of other
-    layers or other held-out samples: its schedule, its weights and its record would be of neither.
+    Refuses to continue a run with other data, for another target, with another optimizer or other samples a step, or
+    as a drafter of other layers or other held-out samples: its schedule, its weights and its record would be of
+    neither.
 
     Args:
         checkpoint (`str` or `Path`): a checkpoint of the run.
@@ -93,6 +94,14 @@ def refuse_other_run(checkpoint: str | Path, found: dict[str, Any]) -> None:
                 f"`{name}` is not what the run of {str(checkpoint)!r} has: repeat its first command to continue it, "
                 "or start another run in a new `output_dir` (from its weights with `init_from`)."
             )
+    # Earlier versions did not note it. A step can be shared in another way, but its number says which samples come next.
+    before, now = (each.get("samples_per_step") for each in (kept, found))
+    if None not in (before, now) and before != now:
+        raise ValueError(
+            f"A step has {now} samples (of a batch, times `gradient_accumulation_steps`, times processes), and had "
+            f"{before} in the run of {str(checkpoint)!r}: give as many to continue it, or start another run in a new "
+            "`output_dir`."
+        )
     before, now = (each.get("arguments", {}) for each in (kept, found))
     for name in (each for each in _ARGUMENTS if each in before and each in now):
         if before[name] != now[name] and (name != "lr_scheduler_type" or _BY_LOSS & {before[name], now[name]}):

@@ -171,6 +171,11 @@ class FalconTrainingArguments(TrainingArguments):
         """One GPU at most: several are for several processes (`torchrun`). `DataParallel` cannot split our batches."""
         return min(1, super().n_gpu)
 
+    @property
+    def samples_per_step(self) -> int:
+        """Samples of one step of the optimizer, on all processes."""
+        return self.train_batch_size * self.gradient_accumulation_steps * self.world_size
+
     def take_defaults(self, drafter: DraftModel) -> None:
         """
         Sets the fields of the distillation that are not given.
@@ -353,6 +358,7 @@ class FalconTrainer(Trainer):
             **provenance(target, train_dataset.data),
             "arguments": {**(run_arguments or {}), **args.to_dict()},
             "seed": args.seed,
+            "samples_per_step": args.samples_per_step,
         }
         # Autocast keeps the casts of trained weights only: it would cast a float32 head for every chunk of logits.
         computed_in = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
