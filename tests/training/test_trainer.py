@@ -353,7 +353,8 @@ def test_a_run_is_not_continued_with_other_data_or_for_another_target(target, tm
 def test_a_run_is_not_continued_with_another_optimizer(target, tmp_path, name, before, now):
     options = {"eval_strategy": "steps", "eval_steps": 5, "max_steps": 2, "max_minutes": 0.0}
     trainer(target, tmp_path, **options, **{name: before}).train()
-    message = f"`{name}` is {now!r}, and was {before!r} in the run of {str(tmp_path / 'checkpoint-1')!r}: give that to "
+    checkpoint = str(tmp_path / "checkpoint-1")
+    message = f"`{name}` is {now!r}, and was {before!r} in the run of {checkpoint!r}: give that to continue it"
     with pytest.raises(ValueError, match=re.escape(message)):
         trainer(target, tmp_path, **options, **{name: now}).train(resume_from_checkpoint=True)
 
@@ -379,6 +380,20 @@ def test_a_run_is_continued_with_as_many_samples_a_step(target, tmp_path):
     run = trainer(target, tmp_path, max_steps=3, per_device_train_batch_size=4)
     run.train(resume_from_checkpoint=True)
     assert run.state.global_step == 3
+
+
+def test_a_run_without_its_optimizer_is_not_continued(target, tmp_path):
+    options = {"save_only_model": True, "max_steps": 2}
+    trainer(target, tmp_path, max_minutes=0.0, **options).train()
+    message = f"{str(tmp_path / 'checkpoint-1')!r} has no optimizer and no schedule, as `save_only_model` leaves them"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        trainer(target, tmp_path, **options).train(resume_from_checkpoint=True)
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    trainer(target, tmp_path, **options).train()
+    # What is finished needs none.
+    run = trainer(target, tmp_path, **options)
+    run.train(resume_from_checkpoint=True)
+    assert run.state.global_step == 2
 
 
 def test_a_run_is_continued_with_another_schedule_by_the_step(target, tmp_path):

@@ -94,7 +94,7 @@ def refuse_other_run(checkpoint: str | Path, found: dict[str, Any]) -> None:
                 f"`{name}` is not what the run of {str(checkpoint)!r} has: repeat its first command to continue it, "
                 "or start another run in a new `output_dir` (from its weights with `init_from`)."
             )
-    # Earlier versions did not note it. A step can be shared in another way, but its number says which samples come next.
+    # Earlier versions did not note them. A step can be shared in another way: its number says which samples are next.
     before, now = (each.get("samples_per_step") for each in (kept, found))
     if None not in (before, now) and before != now:
         raise ValueError(

@@ -31,7 +31,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer import SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import SaveStrategy, TrainOutput, get_last_checkpoint
 
 from ..core.draft_options import DraftOptions
@@ -398,6 +398,13 @@ class FalconTrainer(Trainer):
                     self._provenance = read_own_object(file)
                 logger.warning(f"The run is complete since step {state.global_step}: nothing is trained.")
                 return TrainOutput(state.global_step, 0.0, {})
+            if not Path(last, SCHEDULER_NAME).is_file():
+                # Trainer would start them again, at the step of the checkpoint.
+                raise ValueError(
+                    f"{str(last)!r} has no optimizer and no schedule, as `save_only_model` leaves them out: it cannot "
+                    "be continued. Start another run in a new `output_dir` (from its weights with `init_from`), "
+                    "without `save_only_model` if it may be interrupted."
+                )
         return super().train(resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def _is_finished(self, state: TrainerState) -> bool:
