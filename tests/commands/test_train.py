@@ -347,6 +347,21 @@ def test_train_eagle3(workplace, tmp_path, capsys):
     assert AutoDrafter.from_pretrained(more).config.feature_layers == drafter.config.feature_layers
 
 
+def test_a_resumed_run_learns_the_tokens_of_its_checkpoint(workplace, tmp_path):
+    """The same losses, whatever is counted for the draft vocabulary of a new drafter."""
+    text = tmp_path / "text.safetensors"
+    TokenFile.from_samples([torch.arange(VOCAB - 20, VOCAB).repeat(30)], [1], [-1.0], VOCAB).save(text)
+    histories = []
+    for changes in ({}, {"vocabulary_data": text}):
+        output = tmp_path / f"drafter-{len(histories)}"
+        options = {**EAGLE3, "logging_steps": 1}
+        assert train.main(arguments(workplace, output, max_minutes=0, **options)) == 0
+        assert train.main(arguments(workplace, output, **options, **changes)) == 0
+        rows = json.loads((output / "trainer_state.json").read_text())["log_history"]
+        histories.append([row.get("loss", row.get("eval_loss")) for row in rows if {"loss", "eval_loss"} & {*row}])
+    assert len(histories[0]) == 4 and histories[0] == histories[1]
+
+
 @pytest.mark.parametrize("name, value", [("regression_weight", 1.0), ("feature_noise", 0.1), ("block_size", 2)])
 def test_what_eagle3_does_not_have(workplace, tmp_path, name, value):
     with pytest.raises(ValueError, match=f"`{name}` is {value}.* leave it out"):

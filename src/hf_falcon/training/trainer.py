@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
@@ -282,7 +283,7 @@ class DraftObjective(nn.Module):
     def __init__(self, drafter: DraftModel, heads: TrainingHeads, args: FalconTrainingArguments):
         super().__init__()
         self.drafter = drafter
-        self._heads = heads
+        self.heads = heads
         self._args = args
         self._weights = DistillationWeights(
             args.regression_weight or 0.0,
@@ -303,7 +304,7 @@ class DraftObjective(nn.Module):
         args = self._args
         return draft_loss(
             self.drafter,
-            self._heads,
+            self.heads,
             batch,
             generator,
             self._weights,
@@ -362,10 +363,11 @@ class FalconTrainer(Trainer):
         }
         # Autocast keeps the casts of trained weights only: it would cast a float32 head for every chunk of logits.
         computed_in = torch.bfloat16 if args.bf16 else torch.float16 if args.fp16 else None
-        heads = TrainingHeads.of(drafter, target, computed_in)
-        self._heads = heads.parameters
+        self._make_heads = partial(TrainingHeads.of, drafter, target, computed_in)
+        self._objective = DraftObjective(drafter, self._make_heads(), args)
+        self._heads = self._objective.heads.parameters
         super().__init__(
-            model=DraftObjective(drafter, heads, args),
+            model=self._objective,
             args=args,
             data_collator=collate,
             train_dataset=train_dataset,
@@ -633,6 +635,8 @@ class FalconTrainer(Trainer):
             raise ValueError(f"`{file}` cannot be read ({error}): {_REMEDY}") from error
         # `load_state_dict` cannot load into FSDP's shards.
         set_model_state_dict(self._drafter, weights, options=StateDictOptions(full_state_dict=True))
+        # The heads may hold the ids of another draft vocabulary than the checkpoint's.
+        self._objective.heads = self._make_heads()
 
 
 def _read_state(checkpoint: str) -> TrainerState:
