@@ -64,7 +64,7 @@ def test_a_plan_finds_mistakes(workplace, tmp_path, changes, message):
         {"save_strategy": "epoch"},
         {"max_steps": 5},
     ]
-    + [{"save_steps": 0.3}, {"save_total_limit": 2}],
+    + [{"save_steps": 0.3}, {"save_total_limit": 2}, {"save_total_limit": -1}],
 )
 def test_a_plan_counts_as_trainer_does(target, tmp_path, options):
     run = trainer(target, tmp_path, **{"max_steps": -1, "num_train_epochs": 1.5, "save_steps": 2, **options})

@@ -142,6 +142,9 @@ class FalconTrainingArguments(TrainingArguments):
         # Without it, TrainingArguments refuses `bf16` where there is no accelerator.
         if not torch.accelerator.is_available():
             self.use_cpu = True
+        if self.save_total_limit is not None and self.save_total_limit <= 0:
+            # As Trainer takes it.
+            self.save_total_limit = None
         super().__post_init__()
         if self.divergence not in DIVERGENCES:
             raise ValueError(f"`divergence` is {self.divergence!r}: choose one of {', '.join(DIVERGENCES)}.")
