@@ -47,7 +47,12 @@ def test_plan(workplace, tmp_path, capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "changes, message", [({"block_size": 0}, "`block_size` is 0"), ({"max_length": 4}, "raise it")]
+    "changes, message",
+    [
+        ({"block_size": 0}, "`block_size` is 0"),
+        ({"max_length": 4}, "raise it"),
+        ({"metric_for_best_model": "estimated_tau"}, "`metric_for_best_model` is 'estimated_tau': choose one of"),
+    ],
 )
 def test_a_plan_finds_mistakes(workplace, tmp_path, changes, message):
     with pytest.raises(ValueError, match=message):

@@ -458,6 +458,9 @@ def test_a_state_that_is_not_written_whole(target, tmp_path, monkeypatch):
         ("learning_rate", float("nan")),
         ("gradient_accumulation_steps", 0),
         ("per_device_train_batch_size", 0),
+        ("per_device_eval_batch_size", 0),
+        ("unroll_passes", 0),
+        ("eval_passes", 0),
     ],
 )
 def test_numbers_out_of_range(tmp_path, name, value):
@@ -514,6 +517,25 @@ def test_evaluation(target, tmp_path):
     top1 = last["eval_top1_depth1"], last["eval_top1_depth2"]
     assert last["eval_estimated_tau_chain"] == pytest.approx(top1[0] + top1[0] * top1[1], abs=1e-4)
     assert last["eval_estimated_tau_chain"] <= last["eval_estimated_tau_tree"] <= 2
+
+
+@pytest.mark.parametrize("name", ["regression", "eval_distillation"])
+def test_the_best_checkpoint_has_the_least_loss(tmp_path, name):
+    options = {"output_dir": str(tmp_path), "use_cpu": True}
+    assert FalconTrainingArguments(metric_for_best_model=name, **options).greater_is_better is False
+    assert FalconTrainingArguments(metric_for_best_model=name, greater_is_better=True, **options).greater_is_better
+    assert FalconTrainingArguments(metric_for_best_model="estimated_tau_tree", **options).greater_is_better
+
+
+def test_a_metric_that_no_evaluation_has(target, tmp_path):
+    """The error names all that one has."""
+    measured = set(trainer(target, tmp_path).evaluate()) - {"epoch"}
+    with pytest.raises(ValueError, match="^`metric_for_best_model` is 'eval_estimated_tau': choose one of ") as error:
+        trainer(target, tmp_path, metric_for_best_model="eval_estimated_tau")
+    named = str(error.value).partition("choose one of ")[2].removesuffix(".").split(", ")
+    assert {f"eval_{name}" for name in named} == measured
+    for name in measured:
+        trainer(target, tmp_path, metric_for_best_model=name)
 
 
 def test_evaluation_of_more_passes_than_are_trained(target, tmp_path):

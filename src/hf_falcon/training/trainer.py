@@ -61,6 +61,10 @@ logger = logging.getLogger(__name__)
 # Of a file that is damaged.
 _REMEDY = "delete this checkpoint. Training then resumes from the one before it, if one is left."
 
+# Beside the loss, what an evaluation has.
+_LOSS_PARTS = ("regression", "distillation")
+_ESTIMATES = ("estimated_tau_chain", "estimated_tau_tree")
+
 # The index of a sample that fills up a batch: one token, with nothing to predict.
 FILLER = -1
 
@@ -145,6 +149,9 @@ class FalconTrainingArguments(TrainingArguments):
         if self.save_total_limit is not None and self.save_total_limit <= 0:
             # As Trainer takes it.
             self.save_total_limit = None
+        if self.greater_is_better is None and _measured(self.metric_for_best_model) in _LOSS_PARTS:
+            # Trainer takes a name that does not end in "loss" for something to maximise.
+            self.greater_is_better = False
         super().__post_init__()
         if self.divergence not in DIVERGENCES:
             raise ValueError(f"`divergence` is {self.divergence!r}: choose one of {', '.join(DIVERGENCES)}.")
@@ -157,9 +164,10 @@ class FalconTrainingArguments(TrainingArguments):
                 "`push_to_hub` is True, but Trainer would push no whole drafter: run `hf-falcon push OUTPUT_DIR "
                 "user/name` after the training, which also pushes its code and card."
             )
-        for name in ("gradient_accumulation_steps", "per_device_train_batch_size"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"`{name}` is {getattr(self, name)}: give 1 or more.")
+        names = ("gradient_accumulation_steps", "per_device_train_batch_size", "per_device_eval_batch_size")
+        for name in (*names, "unroll_passes", "eval_passes"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ValueError(f"`{name}` is {value}: give 1 or more.")
         for name in ("label_smoothing_factor", "neftune_noise_alpha"):
             if getattr(self, name):
                 raise ValueError(f"`{name}` is {getattr(self, name)}: the loss of a drafter has no such term.")
@@ -188,7 +196,8 @@ class FalconTrainingArguments(TrainingArguments):
             drafter ([`DraftModel`]): the drafter to train.
 
         Raises:
-            `ValueError`: for a regression or noise of features, if the drafter predicts none.
+            `ValueError`: for a regression or noise of features, if the drafter predicts none. For a
+                `metric_for_best_model` that an evaluation of this drafter does not have.
         """
         for name, value in default_recipe(drafter).items():
             if getattr(self, name) is None:
@@ -199,6 +208,11 @@ class FalconTrainingArguments(TrainingArguments):
                     f"`{name}` is {getattr(self, name)}, but a {type(drafter).__name__} predicts no features: leave "
                     "it out."
                 )
+        depths = range(1, (self.eval_passes or self.unroll_passes or 1) * drafter.config.block_size + 1)
+        names = ("loss", *_LOSS_PARTS, *_ESTIMATES, "tokens_per_second")
+        names += tuple(f"top{top}_depth{depth}" for depth in depths for top in TOP)
+        if (name := self.metric_for_best_model) is not None and _measured(name) not in names:
+            raise ValueError(f"`metric_for_best_model` is {name!r}: choose one of {', '.join(names)}.")
 
 
 class DraftSamples(Dataset):
@@ -640,6 +654,11 @@ class FalconTrainer(Trainer):
         set_model_state_dict(self._drafter, weights, options=StateDictOptions(full_state_dict=True))
         # The heads may hold the ids of another draft vocabulary than the checkpoint's.
         self._objective.heads = self._make_heads()
+
+
+def _measured(name: str | None) -> str:
+    """The name of a metric without the prefix of an evaluation, which Trainer adds where it is left out."""
+    return (name or "").removeprefix("eval_")
 
 
 def _read_state(checkpoint: str) -> TrainerState:
