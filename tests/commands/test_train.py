@@ -238,6 +238,9 @@ def get_last_step(folder) -> int:
         ({"glancing_ratio": 2}, "`glancing_ratio` is 2.0: give a number from 0 to 1."),
         ({"unroll_passes": 2}, "Set `unroll_passes=1` or `num_lstm_layers=0`"),
         ({"data": "nowhere.safetensors"}, "There is no token file nowhere.safetensors"),
+        ({"vocabulary_data": "more"}, "`vocabulary_data` is ['more'], which is counted for a new drafter's"),
+        ({"vocabulary_data": "more", "draft_vocab_size": 3, "init_from": "old"}, "give that without `init_from`, or"),
+        ({"vocabulary_data": "more", "draft_vocab_size": 3, "plan": True}, "There is no token file more"),
         ({"target_dtype": "int8"}, "`dtype` is 'int8'; choose one of"),
         ({"blocksize": 3}, "Unknown argument `--blocksize`: did you mean `--block_size`?"),
         ({"data": "large"}, f"has token {VOCAB}, but the target's `vocab_size` is {VOCAB}: give token files"),
@@ -256,6 +259,13 @@ def test_wrong_arguments(workplace, tmp_path, capsys, monkeypatch, changes, mess
     # A progress bar may stand around it.
     error = capsys.readouterr().err
     assert "hf-falcon train: error: " in error and message in error and "Traceback" not in error
+
+
+def test_vocabulary_data_are_read_before_the_features(workplace, tmp_path):
+    options = {"vocabulary_data": "nowhere", "draft_vocab_size": 3, "features_dir": tmp_path / "features"}
+    with pytest.raises(FileNotFoundError, match="There is no token file nowhere"):
+        train.main(arguments(workplace, tmp_path / "drafter", **options))
+    assert not list(tmp_path.glob("features/*"))
 
 
 def test_folders_that_no_run_writes_to(workplace, tmp_path, monkeypatch):

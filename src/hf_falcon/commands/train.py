@@ -62,13 +62,15 @@ def main(argv: list[str]) -> int:
             check_output("features_dir", options.features_dir)
     files = [TokenFile.load(path) for path in options.data]
     data = TokenFile.concatenate(files)
+    counted = [TokenFile.load(path) for path in options.vocabulary_data]
+    paths = options.data + options.vocabulary_data
     if options.plan:
         config = _config(options, plan.target_config(options))
-        _check_vocabulary(options.data, files, config.vocab_size)
+        _check_vocabulary(paths, files + counted, config.vocab_size)
         print(plan.describe(options, args, config, data, *_split(options, data)))
         return 0
     target, _ = load_target(options.target, options.target_dtype or "auto", str(args.device))
-    _check_vocabulary(options.data, files, target.config.get_text_config().vocab_size)
+    _check_vocabulary(paths, files + counted, target.config.get_text_config().vocab_size)
     # Trainer creates it in one process, and other processes can need it earlier.
     os.makedirs(args.output_dir, exist_ok=True)
     checkpoint = args.resume_from_checkpoint
@@ -94,7 +96,7 @@ def main(argv: list[str]) -> int:
         else:
             stored = kept_features(options.data, files, target, layers)
     # A new drafter starts from the samples before those that are held out, which judge it.
-    drafter = _drafter(options, target, data.first(_trained_on(options, data)), stored)
+    drafter = _drafter(options, target, data.first(_trained_on(options, data)), counted, stored)
     if "chat_template_kwargs" in data.metadata:
         # `generate` and `doctor` compare them with a call's.
         drafter.config.chat_template_kwargs = data.metadata["chat_template_kwargs"]
@@ -239,7 +241,11 @@ def _starts_blocks(options: DrafterArguments, config: PreTrainedConfig) -> bool:
 
 
 def _drafter(
-    options: DrafterArguments, target: PreTrainedModel, data: TokenFile, stored: Features | None
+    options: DrafterArguments,
+    target: PreTrainedModel,
+    data: TokenFile,
+    counted: list[TokenFile],
+    stored: Features | None,
 ) -> DraftModel:
     if options.init_from is not None:
         trained: Any = ARCHITECTURES[options.architecture].from_pretrained(options.init_from, dtype=torch.float32)
@@ -254,8 +260,6 @@ def _drafter(
         config = like_last_layer(config, target)
     drafter: Any = ARCHITECTURES[options.architecture](config)
     if config.draft_vocab_size not in (None, config.vocab_size):
-        counted = [TokenFile.load(path) for path in options.vocabulary_data]
-        _check_vocabulary(options.vocabulary_data, counted, config.vocab_size)
         text = TokenFile.concatenate([data, *counted])
         token_ids, coverage = frequent_tokens(text, config.vocab_size, config.draft_vocab_size)
         drafter.set_draft_vocabulary(token_ids)

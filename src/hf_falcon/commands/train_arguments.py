@@ -95,6 +95,11 @@ class DrafterArguments:
         for name in ("eval_samples", "final_tau_prompts"):
             if getattr(self, name) < 0:
                 raise ValueError(f"`{name}` is {getattr(self, name)}: give 0 (none) or more.")
+        if self.vocabulary_data and (self.draft_vocab_size is None or self.init_from is not None):
+            raise ValueError(
+                f"`vocabulary_data` is {self.vocabulary_data}, which is counted for a new drafter's "
+                "`draft_vocab_size` alone: give that without `init_from`, or leave it out."
+            )
         fields = ("block_size", "num_lstm_layers", "conditioning_size")
         for name, value in zip(fields, (1, 0, 0)):
             if self.architecture == "eagle3" and getattr(self, name) != value:
