@@ -119,6 +119,13 @@ def test_what_a_run_logs(unbroken):
             assert 0 <= row[f"top1_depth{depth}"] <= row[f"top3_depth{depth}"] <= row[f"top8_depth{depth}"] <= 1
 
 
+def test_norms_do_not_decay(target, tmp_path):
+    run = trainer(target, tmp_path, changes={"feature_layers": [0, 1]}, weight_decay=0.1)
+    decayed, others = (group["params"] for group in run.create_optimizer().param_groups)
+    assert len(decayed) + len(others) == len(list(run._drafter.parameters()))
+    assert {each.ndim for each in decayed} == {2} and {each.ndim for each in others} == {1}
+
+
 def test_glancing_falls_to_zero(target, tmp_path, monkeypatch):
     ratios = []
 

@@ -447,6 +447,12 @@ class FalconTrainer(Trainer):
         self.optimizer = optimizer
         return optimizer
 
+    def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
+        """See [`~transformers.Trainer.get_decay_parameter_names`], which knows no list of norms by its name."""
+        names: list[str] = super().get_decay_parameter_names(model)
+        # Without decay, the groups stay as they are in the checkpoints of earlier versions.
+        return [name for name in names if ".norms." not in name] if self.args.weight_decay else names
+
     def _get_train_sampler(self, train_dataset: Dataset | None = None) -> LengthGroupedSampler:
         # Smaller than the argument where `auto_find_batch_size` has lowered it.
         return self._sampler(self.train_dataset, self._train_batch_size, self.args.gradient_accumulation_steps)
