@@ -148,10 +148,10 @@ class FalconTrainingArguments(TrainingArguments):
             self.use_cpu = True
         if self.save_total_limit is not None and self.save_total_limit <= 0:
             # As Trainer takes it.
-            self.save_total_limit = None
+            self.save_total_limit: int | None = None
         if self.greater_is_better is None and _measured(self.metric_for_best_model) in _LOSS_PARTS:
             # Trainer takes a name that does not end in "loss" for something to maximise.
-            self.greater_is_better = False
+            self.greater_is_better: bool | None = False
         super().__post_init__()
         if self.divergence not in DIVERGENCES:
             raise ValueError(f"`divergence` is {self.divergence!r}: choose one of {', '.join(DIVERGENCES)}.")
@@ -209,8 +209,8 @@ class FalconTrainingArguments(TrainingArguments):
                     "it out."
                 )
         depths = range(1, (self.eval_passes or self.unroll_passes or 1) * drafter.config.block_size + 1)
-        names = ("loss", *_LOSS_PARTS, *_ESTIMATES, "tokens_per_second")
-        names += tuple(f"top{top}_depth{depth}" for depth in depths for top in TOP)
+        names = ["loss", *_LOSS_PARTS, *_ESTIMATES, "tokens_per_second"]
+        names += [f"top{top}_depth{depth}" for depth in depths for top in TOP]
         if (name := self.metric_for_best_model) is not None and _measured(name) not in names:
             raise ValueError(f"`metric_for_best_model` is {name!r}: choose one of {', '.join(names)}.")
 
