@@ -2,6 +2,7 @@
 """`--learn` of the commands, and the folder of a learner in `hf-falcon doctor`."""
 
 import json
+import signal
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from hf_falcon.commands import chat, doctor
 from hf_falcon.commands import main as entry
 from hf_falcon.commands.chat import ChatArguments
 from hf_falcon.commands.serve import ServeArguments
-from hf_falcon.learning.learner import learner_of
+from hf_falcon.learning.learner import Learner, learner_of
 
 
 def test_serve_learns_from_requests(tmp_path, capsys):
@@ -53,6 +54,41 @@ def test_chat_learns_from_replies(tmp_path, monkeypatch, capsys):
     assert "in 2 calls" in capsys.readouterr().err
     assert json.loads((tmp_path / "learnt" / "learning.json").read_text())["calls"] == 2
     assert chat.ChatArguments().learn is None
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_chat_that_a_signal_ends_saves(tmp_path, monkeypatch, number, is_late):
+    """While a line is typed, or a reply is written; a second signal does not interrupt the saving."""
+    target, drafter = pair()
+    typed = iter(["abc", *(["defg"] if is_late else [])])
+
+    def read(prompt):
+        if (text := next(typed, None)) is None:
+            signal.raise_signal(number)
+        if text == "defg":
+            target.register_forward_pre_hook(lambda *_: signal.raise_signal(number))
+        return text
+
+    def save_slowly(learner):
+        signal.raise_signal(number)
+        save(learner)
+
+    def by_default(*_):
+        raise AssertionError
+
+    save = Learner.save
+    monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr(Learner, "save", save_slowly)
+    monkeypatch.setattr(ChatArguments, "load", lambda self: (target, chat_tokenizer(), drafter))
+    before = signal.signal(number, by_default)
+    try:
+        with pytest.raises(SystemExit):
+            entry.main(["chat", "--learn", str(tmp_path / "learnt"), "--max_new_tokens", "12"])
+        assert signal.getsignal(number) is by_default
+    finally:
+        signal.signal(number, before)
+    assert json.loads((tmp_path / "learnt" / "learning.json").read_text())["calls"] == 1
 
 
 @pytest.mark.parametrize(

@@ -450,8 +450,9 @@ def test_a_target_without_a_chat_template():
     assert words[1] == "http://[::1]:8000/v1/completions" and json.loads(words[-1])["prompt"]
 
 
-def test_sigterm_saves_what_was_learnt(folder, tmp_path):
-    """As services are stopped."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_signals_that_save_what_was_learnt(folder, tmp_path, number):
+    """As services are stopped, and where the terminal is closed."""
     models = ["--target", folder / "target", "--drafter", folder / "drafter", "--dtype", "float32"]
     command = [sys.executable, "-m", "hf_falcon", "serve", *models, "--port", "0", "--learn", tmp_path / "learnt"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
@@ -460,7 +461,7 @@ def test_sigterm_saves_what_was_learnt(folder, tmp_path):
         address = re.search(r"http://\S+(?=/v1$)", process.stdout.readline().strip())[0]
         process.stdout.readline()
         assert post(address, "/v1/chat/completions", {"messages": CHAT, "max_tokens": 8})[0] == 200
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         errors = process.communicate()[1]
         timer.cancel()
     assert process.returncode == 0 and errors.splitlines()[-1] == "Stopped." and "Traceback" not in errors

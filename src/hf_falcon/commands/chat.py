@@ -19,6 +19,7 @@ from .chat_arguments import ChatArguments, parser
 from .generate import Reply, show
 from .printable import printable
 from .run_arguments import check_text
+from .signals import ended_by_signals
 
 _HELP = """/help    show this list
 /clear   forget the conversation, and start again
@@ -146,6 +147,7 @@ def main(argv: list[str]) -> int:
     arguments = ChatArguments(**vars(parser().parse_args(argv)))
     target, tokenizer, drafter = arguments.load()
     print("Ctrl-C stops a reply; /help lists the commands; /exit ends the chat.", file=sys.stderr)
-    with arguments.learning(target, drafter):
+    # Not a `KeyboardInterrupt`, which only stops a reply.
+    with ended_by_signals(lambda number, _: sys.exit(128 + number)), arguments.learning(target, drafter):
         converse(target, tokenizer, drafter, arguments)
     return 0

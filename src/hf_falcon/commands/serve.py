@@ -19,6 +19,7 @@ from ..cpu.background_builds import build_in_background
 from .models import TARGET_NAME, converted_target, within_context
 from .serve_arguments import ServeArguments, parser
 from .serving import TargetServer, check_packages
+from .signals import ended_by_signals
 
 
 def example_request(address: str, tokenizer: PreTrainedTokenizerBase) -> str:
@@ -52,17 +53,14 @@ def main(argv: list[str]) -> int:
         host, port = listener.getsockname()[:2]
         address = f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
         with_drafter = "without a drafter" if drafter is None else f"with the drafter {drafter.name_or_path}"
-        # How services are ended. By default the process would end without saving what was learnt.
-        before = signal.signal(signal.SIGTERM, signal.default_int_handler)
         try:
-            print(f"{name} {with_drafter}: {address}")
-            print(f"Try it: {example_request(address, tokenizer)}", flush=True)
-            with arguments.learning(target, drafter):
-                server.run(listener)
+            with ended_by_signals(signal.default_int_handler):
+                print(f"{name} {with_drafter}: {address}")
+                print(f"Try it: {example_request(address, tokenizer)}", flush=True)
+                with arguments.learning(target, drafter):
+                    server.run(listener)
         # A process that a shell put into the background gets none: the server has stopped by itself then.
         except KeyboardInterrupt:
             pass
-        finally:
-            signal.signal(signal.SIGTERM, before)
         print("\nStopped.", file=sys.stderr)
     return 0
