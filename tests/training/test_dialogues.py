@@ -147,6 +147,14 @@ def test_a_gzip_file(tmp_path, monkeypatch, end):
     assert list(messages_of(file)) == EXPECTED
 
 
+@pytest.mark.parametrize("damaged", [b'{"text": "a"}', gzip.compress(b'{"text": "a"}')[:-8] + bytes(8)])
+def test_a_file_that_is_no_gzip_or_is_damaged_is_named(tmp_path, damaged):
+    file = tmp_path / "dialogues.jsonl.gz"
+    file.write_bytes(damaged)
+    with pytest.raises(ValueError, match="`data` is '.*dialogues.jsonl.gz', which is damaged or no gzip .*get it again"):
+        list(messages_of(file))
+
+
 def test_data_sets_without_datasets(monkeypatch):
     monkeypatch.setattr("hf_falcon.training.dialogues.importlib.util.find_spec", lambda name: None)
     with pytest.raises(OSError, match="pip install 'hf-falcon.train.'"):

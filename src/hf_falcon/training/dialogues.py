@@ -115,8 +115,8 @@ def read_dialogues(
         [`Dialogue`]: without messages if the record has none.
 
     Raises:
-        ValueError: the file is not JSON, there is no such split, or a record has no known form, is too long or nested
-            too deeply. Names file, record (from 1), field and value. With `skipped`: more records than its limit
+        ValueError: the file is not JSON, or no gzip, there is no such split, or a record has no known form, is too long
+            or nested too deeply. Names file, record (from 1), field and value. With `skipped`: more records than its limit
             cannot be read, or no record begins in the 8,388,608 characters behind a malformed one of an array.
         FileNotFoundError: there is no such file.
         OSError: `datasets` is not installed, or the data set cannot be loaded.
@@ -200,6 +200,11 @@ def _read_records(path: Path) -> Iterator[tuple[int, Any]]:
             count = max(_READ_BYTES, min(3 * len(buffer), _LONGEST_RECORD - len(buffer)))
             try:
                 data = file.read(count)
+            except gzip.BadGzipFile as error:
+                raise ValueError(
+                    f"`data` is {str(path)!r}, which is damaged or no gzip file ({error}): get it again, or give it a "
+                    "name without `.gz` if it is not compressed."
+                ) from error
             # A compressed file that is cut off, or damaged there.
             except (EOFError, zlib.error):
                 data = b""
