@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..learning.options import check_folder
 from ..training.dialogues import find_data
-from ..training.prepare import prepare, process_state
+from ..training.prepare import prepare, process_state, read_excluded
 from ..training.prepare_arguments import PrepareArguments
 from ..training.skipped_records import skipped_table
 from .models import load_target
@@ -25,6 +25,7 @@ def main(argv: list[str]) -> int:
     arguments = PrepareArguments(**vars(parser().parse_args(argv)))
     # A missing file is reported before a target is downloaded and loaded.
     find_data(arguments.data)
+    read_excluded(arguments.exclude)
     check_folder("output", Path(arguments.output).parent)
     state = process_state()
     # Each of several processes has a device of its own.

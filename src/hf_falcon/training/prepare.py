@@ -212,7 +212,7 @@ class _Selection:
                     f"The tokenizer of {name!r} has no chat template: give a Jinja file as `chat_template`."
                 )
             _warn(f"The tokenizer of {name!r} has no chat template: the prompts are the users' texts themselves.")
-        self._excluded = _read_excluded(arguments.exclude)
+        self._excluded = read_excluded(arguments.exclude)
         self._seen: set[bytes] = set()
         self._ignored: Counter[str] = Counter()
         # Each turn is a round of generation of its own, because the turns after it need its answers.
@@ -500,11 +500,26 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, samples: list[_Rendered], has_
     return [array("i", found[place]) for place in range(len(samples))]
 
 
-def _read_excluded(paths: list[str]) -> set[tuple[str, ...]]:
+def read_excluded(paths: list[str]) -> set[tuple[str, ...]]:
+    """
+    The word runs of evaluation prompts, which no prompt may share.
+
+    Args:
+        paths (`list[str]`): see `exclude` of [`PrepareArguments`].
+
+    Raises:
+        ValueError: a file cannot be read, or is not of this form.
+    """
     runs: set[tuple[str, ...]] = set()
     for path in paths:
+        try:
+            text = Path(path).read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(
+                f"`exclude` is {path!r}, which cannot be read ({error}): give JSON Lines files in UTF-8."
+            ) from error
         # Not `splitlines`, which splits inside strings, too, at separators that JSON allows there.
-        for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), start=1):
+        for number, line in enumerate(text.split("\n"), start=1):
             if not line.strip():
                 continue
             try:
