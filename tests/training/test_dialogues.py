@@ -113,6 +113,16 @@ def test_a_data_set_that_cannot_be_loaded_is_named(monkeypatch):
         list(messages_of("absent"))
 
 
+def test_a_folder_whose_slice_cannot_be_made_is_named(tmp_path, monkeypatch):
+    """As where its files have different columns."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    for name, record in (("a", {"text": "a"}), ("b", {"other": 1})):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(record))
+    with pytest.raises(OSError, match="`data` is '.*', which cannot be loaded .*column names don't match.: give a JSON"):
+        list(messages_of(tmp_path, "train[:10]"))
+
+
 @pytest.mark.parametrize("records", [SHAREGPT, [{"messages": dialogue, "score": 1.5} for dialogue in EXPECTED]])
 def test_data_sets(tmp_path, monkeypatch, records):
     datasets = pytest.importorskip("datasets")

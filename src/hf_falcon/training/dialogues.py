@@ -168,8 +168,11 @@ def _load_dataset(name: str, split: str, file: Path | None) -> Iterator[Any]:
         # A slice has to be found first. A stream begins at once, and is not stored.
         try:
             rows = datasets.load_dataset(repository, configuration or None, split=split, streaming="[" not in split)
-        except OSError as error:
+        except (OSError, datasets.exceptions.DatasetsError) as error:
             reason = str(error).partition("\n")[0].rstrip(".")
+            if isinstance(error, datasets.exceptions.DatasetGenerationError) and error.__cause__ is not None:
+                # Only the cause tells why a slice could not be made, in several lines.
+                reason = f"{' '.join(str(error.__cause__).split()):.300}"
             raise OSError(f"`data` is {name!r}, which cannot be loaded ({reason}): give {_DATA}.") from error
     for row in rows:
         yield _without_none(row)
