@@ -609,6 +609,31 @@ def test_texts_are_kept_where_this_is_asked_for(tmp_path):
         assert found.learn(1) == 1
 
 
+def test_texts_are_removed_where_keeping_them_is_not_asked_for_any_more(tmp_path):
+    target, drafter = pair()
+    with learner(drafter, target, folder=tmp_path, keep_samples=True) as found:
+        replay_calls(found, 2)
+    assert (tmp_path / "samples.safetensors").is_file()
+    with learner(drafter, target, folder=tmp_path):
+        pass
+    assert not (tmp_path / "samples.safetensors").exists()
+
+
+def test_a_prompt_that_was_learnt_from_is_not_held_out_later(tmp_path, caplog):
+    target, drafter = pair()
+    options = {"folder": tmp_path, "keep_samples": True}
+    with learner(drafter, target, held_out=0.1, **options) as found:
+        replay_calls(found, 30)
+        assert found._buffer.held_out
+        learnt_from = {record.prompt for record in found._buffer.records}
+    # Also not by a third process.
+    for _ in range(2):
+        with learner(drafter, target, held_out=0.6, **options) as found:
+            assert "`held_out` is 0.6, and learning in" in caplog.text
+            assert {record.prompt for record in found._buffer.records} == learnt_from
+        caplog.clear()
+
+
 def test_a_damaged_folder_is_named(tmp_path):
     target, drafter = pair()
     (tmp_path / STATE_NAME).write_bytes(b"no tensors")

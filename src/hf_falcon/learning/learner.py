@@ -561,7 +561,7 @@ class Learner:
     def _save(self, drafter: DraftModel, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._saved, self._saved_at = (self._student.steps, self._buffer.seen), self._clock()
-        found, target = self.statistics, self._target()
+        found = self.statistics
         with self._lock:
             records = list(self._buffer)
         if (latest := weights_fingerprint(drafter)) not in self._learnt:
@@ -569,7 +569,7 @@ class Learner:
         progress = {
             "drafter": self._fingerprint,
             "learnt": self._learnt,
-            "target": None if target is None else weights_fingerprint(target),
+            "held_out": self._buffer.held_out_share,
             "steps": self._student.steps,
             "positions": self._student.positions,
             "seconds": self._seconds,
@@ -584,6 +584,9 @@ class Learner:
         files.LearnerState(student.parameters, student.start, self._accepted, optimizer, progress).save(folder)
         if self.options.keep_samples:
             files.save_samples(folder, records)
+        else:
+            # Texts that an earlier learner was asked to keep.
+            (folder / files.SAMPLES_NAME).unlink(missing_ok=True)
         if self._exported != self._version and not self._waits:
             files.save_drafter(drafter, folder)
             self._exported = self._version
@@ -628,6 +631,13 @@ class Learner:
         if self._replacements:
             self._waits = True
             self._replace()
+        # Which prompts are held out depends on the share: a greater one would hold out some that were learnt from.
+        known = self._buffer.held_out_share = min(self.options.held_out, progress.get("held_out", 1.0))
+        if known < self.options.held_out:
+            logger.warning(
+                f"`held_out` is {self.options.held_out}, and learning in `{folder}` began with {known}, which is kept: "
+                "give another folder for a greater share."
+            )
         if self.options.keep_samples:
             for record in files.load_samples(folder):
                 self._buffer.add(record)

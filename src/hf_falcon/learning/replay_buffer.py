@@ -146,7 +146,7 @@ class ReplayBuffer:
     """
 
     def __init__(self, most_bytes: float, held_out: float, uses: int, chance: random.Random):
-        self._most_bytes, self._held_out_share, self._uses, self._chance = most_bytes, held_out, uses, chance
+        self._most_bytes, self.held_out_share, self._uses, self._chance = most_bytes, held_out, uses, chance
         self.records: list[CallRecord] = []
         self.held_out: list[CallRecord] = []
         # Records so far, and held-out ones among them.
@@ -166,7 +166,7 @@ class ReplayBuffer:
         self.seen += 1
         record.number = self.seen
         # The first digits of a hash are a number that is uniform over prompts.
-        if int(record.prompt[:8], 16) < self._held_out_share * 16**8:
+        if int(record.prompt[:8], 16) < self.held_out_share * 16**8:
             self._hold_out(record)
         else:
             same = [each for each in self.records if each.prompt == record.prompt]
@@ -176,7 +176,7 @@ class ReplayBuffer:
                 self.records.remove(same[0])
             self.records.append(record)
         # Each part has its share of the memory.
-        for part, share in ((self.held_out, self._held_out_share), (self.records, 1 - self._held_out_share)):
+        for part, share in ((self.held_out, self.held_out_share), (self.records, 1 - self.held_out_share)):
             total = sum(each.nbytes for each in part)
             while total > share * self._most_bytes:
                 total -= part.pop(0).nbytes
