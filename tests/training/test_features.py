@@ -7,6 +7,7 @@ from collections import namedtuple
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from tiny_models import new_target
 from training_runs import token_file
 
@@ -64,6 +65,17 @@ def test_stored_features(target, tmp_path, monkeypatch, layers):
     StoredFeatures(tmp_path, target, data, layers)
     assert shards[1].read_bytes() == again
     assert [shards[i].stat().st_mtime_ns for i in (0, 2)] == [before[0], before[2]]
+
+
+def test_a_full_disk_leaves_nothing_half_written(tmp_path, monkeypatch):
+    def fill(tensors, path):
+        path.write_bytes(b"half")
+        raise SafetensorError("No space left on device")
+
+    monkeypatch.setattr(features, "save_file", fill)
+    with pytest.raises(SafetensorError):
+        save_features(tmp_path / "batch-00000.safetensors", {0: torch.zeros(1, 2)})
+    assert not list(tmp_path.iterdir())
 
 
 def keep(folder, target, data, layers=()):

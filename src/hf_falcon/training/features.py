@@ -283,8 +283,12 @@ def kept_features(
 def save_features(path: Path, samples: dict[int, Tensor]) -> None:
     """Writes the features of samples, by their index in the token file; the file is complete or absent."""
     temporary = path.with_suffix(".tmp")
-    save_file({str(index): rows.contiguous() for index, rows in samples.items()}, temporary)
-    os.replace(temporary, path)
+    try:
+        save_file({str(index): rows.contiguous() for index, rows in samples.items()}, temporary)
+        os.replace(temporary, path)
+    finally:
+        # The disk is full.
+        temporary.unlink(missing_ok=True)
 
 
 def record_features(folder: Path, found: dict[str, Any]) -> None:
