@@ -23,7 +23,8 @@ class Budget:
     def __init__(self, share: float, steps_a_minute: float | None):
         self._share, self._steps_a_minute = share, steps_a_minute
         self._credit = 0.0
-        self._steps: deque[float] = deque()
+        # Times of the latest steps, as many as one span may have: 2.5 steps a minute are 2 steps in 48 seconds.
+        self._steps: deque[float] = deque(maxlen=max(1, int(steps_a_minute or 1)))
         # Mean seconds of a unit of learning, which is not interrupted; 0 before the first.
         self.unit = 0.0
 
@@ -48,11 +49,7 @@ class Budget:
 
     def seconds_to_step(self, now: float) -> float:
         """Seconds until the next step may begin."""
-        # 2.5 steps a minute are 2 steps in 48 seconds.
-        most = 1 if self._steps_a_minute is None else max(1, int(self._steps_a_minute))
-        span = 60 * most / (self._steps_a_minute or most)
-        while self._steps and self._steps[0] <= now - span:
-            self._steps.popleft()
-        if self._steps_a_minute is None or len(self._steps) < most:
+        most = self._steps.maxlen
+        if self._steps_a_minute is None or most is None or len(self._steps) < most:
             return 0.0
-        return self._steps[0] + span - now
+        return max(0.0, self._steps[0] + 60 * most / self._steps_a_minute - now)
