@@ -237,6 +237,31 @@ def test_a_packed_drafter_learns():
         assert found.learn(4) == 4
 
 
+@pytest.mark.parametrize("is_packed_before", [False, True])
+def test_weights_whose_replacement_was_interrupted_are_replaced_again(monkeypatch, is_packed_before):
+    target, drafter = pair()
+    if is_packed_before:
+        hf_falcon.pack_weights(drafter)
+    copy_ = torch.Tensor.copy_
+
+    def interrupt(tensor, source):
+        # In the middle: some weights are new, some are not.
+        if any(tensor is each for each in list(drafter.parameters())[1:]):
+            raise KeyboardInterrupt
+        return copy_(tensor, source)
+
+    with learner(drafter, target) as found:
+        replay_calls(found, 40)
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(torch.Tensor, "copy_", interrupt)
+            found.learn(200)
+        assert found._replacements > 0
+        serve(target, drafter, range(500, 501))
+        assert is_packed(drafter) == is_packed_before
+        hf_falcon.unpack_weights(drafter)
+        assert same(found._drafting, dict(drafter.named_parameters()))
+
+
 # The budget, by a clock that a test sets.
 
 
@@ -895,6 +920,16 @@ def test_less_than_a_step_a_minute():
             budget.add_step(float(now))
         assert budget.seconds_to_step(float(now)) == seconds - now
         assert budget.seconds_to_step(seconds) == 0.0
+
+
+@pytest.mark.parametrize("steps_a_minute", [None, 3])
+def test_the_budget_is_bounded(steps_a_minute):
+    """Where nobody asks when the next step may begin, as with `share` and `idle_share` of 0."""
+    budget = Budget(0.0, steps_a_minute)
+    for now in range(1000):
+        budget.add_step(float(now))
+    assert len(budget._steps) <= 3
+    assert budget.seconds_to_step(999.0) == (0.0 if steps_a_minute is None else 997.0 + 60 - 999)
 
 
 def test_a_save_that_fails_after_the_last_call_is_a_warning(tmp_path, monkeypatch, caplog):

@@ -541,12 +541,13 @@ class Learner:
         """Gives the drafter the weights that wait. The lock is held, and no call runs."""
         drafter = self._drafter()
         if self._waits and drafter is not None:
-            self._waits = False
             try:
                 replace_weights(drafter, self._drafting)
             # Outputs are the target's with any weights.
             except Exception as error:
                 self.fail(error)
+            # After Ctrl-C it is done again, at the next boundary of calls.
+            self._waits = False
 
     @property
     def _save_is_due(self) -> bool:

@@ -22,10 +22,13 @@ def replace_weights(drafter: Any, weights: Mapping[str, Tensor]) -> None:
     packed = is_packed(drafter)
     if packed:
         unpack_weights(drafter)
-    for name, parameter in drafter.named_parameters():
-        # What was made in inference mode is changed in that mode only.
-        with torch.inference_mode(parameter.is_inference()), torch.no_grad():
-            parameter.copy_(weights[name])
-    if packed:
-        pack_weights(drafter)
+    try:
+        for name, parameter in drafter.named_parameters():
+            # What was made in inference mode is changed in that mode only.
+            with torch.inference_mode(parameter.is_inference()), torch.no_grad():
+                parameter.copy_(weights[name])
+    finally:
+        # Also after Ctrl-C.
+        if packed:
+            pack_weights(drafter)
     refresh_passes(drafter)
