@@ -285,6 +285,15 @@ def test_weights_that_are_missing(tmp_path):
         AutoDrafter.from_pretrained(tmp_path)
 
 
+def test_a_drafter_of_eagle_1_is_named(tmp_path):
+    tiny_target().save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights = {name.removeprefix("model."): each for name, each in weights.items() if "norm" not in name}
+    save_file(weights | {"fc.weight": torch.zeros(2, 4)}, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match="as drafters of EAGLE-1 and EAGLE-2 have, which are not read"):
+        AutoDrafter.from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("kind", [CausalLMDrafter, AutoDrafter])
 def test_no_adapter_is_followed(tmp_path, monkeypatch, kind):
     """It names another model, whose weights would be loaded."""

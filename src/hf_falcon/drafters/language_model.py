@@ -256,7 +256,14 @@ class CausalLMDrafter(DraftModel):
         model, found = AutoModelForCausalLM.from_pretrained(
             name, dtype=dtype, use_safetensors=True, output_loading_info=True, **kwargs
         )
-        if missing := sorted(found["missing_keys"]):
+        missing = sorted(found["missing_keys"])
+        # Its `config.json` is that of a language model of one layer.
+        if missing and "fc.weight" in found["unexpected_keys"]:
+            raise ValueError(
+                f"`{name}` has `fc.weight` and no `{missing[0]}`, as drafters of EAGLE-1 and EAGLE-2 have, which are "
+                "not read: use a drafter of another method."
+            )
+        if missing:
             raise ValueError(
                 f"`{name}` lacks {len(missing)} weights of a {type(model).__name__} (such as {missing[0]}): download "
                 "it again, or give another language model."
