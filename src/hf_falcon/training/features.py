@@ -146,11 +146,7 @@ class StoredFeatures:
         layers that the drafter reads. The last row may be zero.
         """
         rows = self._files[index].get_tensor(str(index))
-        layers = self._wanted if layers is None else tuple(layers)
-        if layers == self._layers:
-            return rows
-        parts = rows.split(self._width, dim=-1)
-        return torch.cat([parts[0], *(parts[1 + self._layers.index(layer)] for layer in layers)], dim=-1)
+        return _of_layers(rows, self._width, self._layers, self._wanted if layers is None else layers)
 
     def _add(self, path: Path, data: TokenFile) -> None:
         size = (1 + len(self._layers)) * self._width
@@ -232,10 +228,15 @@ class MemoryFeatures:
         return set(layers) <= set(self._layers)
 
     def sample(self, index: int, layers: Sequence[int] | None = None) -> Tensor:
-        if layers is None:
-            return self._rows[index]
-        parts = self._rows[index].split(self._width, dim=-1)
-        return torch.cat([parts[0], *(parts[1 + self._layers.index(layer)] for layer in layers)], dim=-1)
+        return _of_layers(self._rows[index], self._width, self._layers, self._layers if layers is None else layers)
+
+
+def _of_layers(rows: Tensor, width: int, stored: tuple[int, ...], layers: Sequence[int]) -> Tensor:
+    """The features of a sample with the outputs of some of the stored layers."""
+    if tuple(layers) == stored:
+        return rows
+    parts = rows.split(width, dim=-1)
+    return torch.cat([parts[0], *(parts[1 + stored.index(layer)] for layer in layers)], dim=-1)
 
 
 Features: TypeAlias = StoredFeatures | JoinedFeatures | MemoryFeatures
