@@ -141,11 +141,12 @@ def test_wrong_arguments_are_one_line(capsys, words, message):
 @pytest.mark.parametrize("data", [None, b'{"turns": ["\xff"]}'], ids=["missing", "not UTF-8"])
 def test_files_to_exclude_are_read_before_the_target(tmp_path, capsys, monkeypatch, data):
     monkeypatch.setattr("hf_falcon.commands.prepare.load_target", lambda *_: pytest.fail("The target was loaded."))
-    words = ["prepare", "--data", "user/set", "--output", str(tmp_path / "out"), "--exclude", str(tmp_path / "prompts")]
+    file = tmp_path / "prompts"
+    words = ["prepare", "--data", "user/set", "--output", str(tmp_path / "out"), "--exclude", str(file)]
     if data is not None:
-        (tmp_path / "prompts").write_bytes(data)
+        file.write_bytes(data)
     line = error_of(capsys, words)
-    assert f"`exclude` is '{tmp_path / 'prompts'}', which cannot be read (" in line and "in UTF-8" in line
+    assert f"`exclude` is '{file}', which cannot be read (" in line and "in UTF-8" in line
 
 
 @pytest.mark.parametrize("words", [["--temperature", "0.7"], ["--top_p", "0.9"], ["--do_sample"]])

@@ -119,7 +119,7 @@ def test_a_folder_whose_slice_cannot_be_made_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     for name, record in (("a", {"text": "a"}), ("b", {"other": 1})):
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(record))
-    with pytest.raises(OSError, match="`data` is '.*', which cannot be loaded .*column names don't match.: give a JSON"):
+    with pytest.raises(OSError, match="`data` is '.*', which cannot be loaded .*names don't match.: give a JSON"):
         list(messages_of(tmp_path, "train[:10]"))
 
 
@@ -157,11 +157,13 @@ def test_a_gzip_file(tmp_path, monkeypatch, end):
     assert list(messages_of(file)) == EXPECTED
 
 
-@pytest.mark.parametrize("damaged", [b'{"text": "a"}', gzip.compress(b'{"text": "a"}')[:-8] + bytes(8)])
+@pytest.mark.parametrize(
+    "damaged", [b'{"text": "a"}', gzip.compress(b'{"text": "a"}')[:-8] + bytes(8)], ids=["no gzip", "checksum"]
+)
 def test_a_file_that_is_no_gzip_or_is_damaged_is_named(tmp_path, damaged):
     file = tmp_path / "dialogues.jsonl.gz"
     file.write_bytes(damaged)
-    with pytest.raises(ValueError, match="`data` is '.*dialogues.jsonl.gz', which is damaged or no gzip .*get it again"):
+    with pytest.raises(ValueError, match="`data` is '.*dialogues.jsonl.gz', which is damaged or no gzip .*get it"):
         list(messages_of(file))
 
 

@@ -636,7 +636,7 @@ class Learner:
         known = self._buffer.held_out_share = min(self.options.held_out, progress.get("held_out", 1.0))
         if known < self.options.held_out:
             logger.warning(
-                f"`held_out` is {self.options.held_out}, and learning in `{folder}` began with {known}, which is kept: "
+                f"`held_out` is {self.options.held_out}, and learning in `{folder}` began with {known}, which stays: "
                 "give another folder for a greater share."
             )
         if self.options.keep_samples:

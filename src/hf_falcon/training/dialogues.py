@@ -115,9 +115,10 @@ def read_dialogues(
         [`Dialogue`]: without messages if the record has none.
 
     Raises:
-        ValueError: the file is not JSON, or no gzip, there is no such split, or a record has no known form, is too long
-            or nested too deeply. Names file, record (from 1), field and value. With `skipped`: more records than its limit
-            cannot be read, or no record begins in the 8,388,608 characters behind a malformed one of an array.
+        ValueError: the file is not JSON, or no gzip, there is no such split, or a record has no known form, is too
+            long or nested too deeply. Names file, record (from 1), field and value. With `skipped`: more records than
+            its limit cannot be read, or no record begins in the 8,388,608 characters behind a malformed one of an
+            array.
         FileNotFoundError: there is no such file.
         OSError: `datasets` is not installed, or the data set cannot be loaded.
     """
