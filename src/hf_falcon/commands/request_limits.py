@@ -25,11 +25,13 @@ SECONDS = 30
 _LAST_WORDS = 2
 # Connections at once; more are answered with status 503.
 CONNECTIONS = 100
-_STOPS = 16
+# As many as OpenAI's own interface takes.
+_STOPS = 4
 _LONGEST_STOP = 256
-# Bytes of the table that transformers makes for a request's stops: 4 for each token of the vocabulary, each stop, and
-# each place where a token can be in it or at its end. It keeps the last eight tables.
-_LARGEST_STOP_TABLE = 1 << 27
+# Bytes of the table that transformers makes for a request's stops, of which it keeps the last eight: 4 for each token
+# of the vocabulary, each stop, and each place where a token can be in it or reach beyond its end. Tokens are up to
+# some hundred characters long.
+_LARGEST_STOP_TABLE, _LONGEST_TOKEN = 1 << 29, 100
 _BIASES = 1024
 # Words in the types of a message's parts that are no text, such as "image_url" and "input_audio".
 _NO_TEXTS = ("image", "audio", "video", "file")
@@ -322,10 +324,10 @@ def _check_stops(stops: Any, vocab_size: int) -> None:
         )
     # A token is in a text at no more places than its rarest character.
     places = max((max(map(text.count, text)) for text in texts), default=0)
-    if 2 * 4 * vocab_size * len(texts) * places > _LARGEST_STOP_TABLE:
+    if 4 * vocab_size * len(texts) * (places + _LONGEST_TOKEN) > _LARGEST_STOP_TABLE:
         raise ValueError(
             f"`stop` is {short(stops)}, {len(texts)} texts in which a character occurs up to {places} times, which "
-            f"takes more than {_LARGEST_STOP_TABLE >> 20} MiB: give fewer texts, or shorter ones."
+            f"can take more than {_LARGEST_STOP_TABLE >> 20} MiB: give fewer texts, or shorter ones."
         )
 
 
