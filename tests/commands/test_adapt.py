@@ -153,13 +153,17 @@ def test_refusals(workplace, tmp_path, capsys, monkeypatch):
 
 
 def test_what_continues_a_run(workplace, finished, tmp_path, capsys, monkeypatch):
-    """Not another drafter; and more epochs than before are not complete at once, but fewer are."""
+    """Not another drafter or batch size; and more epochs than before are not complete at once, but fewer are."""
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     other = DRAFTERS["falcon"]()
     torch.nn.init.ones_(next(each for each in other.parameters() if each.dim() == 2))
     other.save_pretrained(tmp_path / "other")
     assert entry.main(words(workplace, tmp_path / "other", tmp_path / "new", num_train_epochs=1)) == 1
     assert "where another drafter is adapted" in capsys.readouterr().err
+    report = (tmp_path / "new" / "adapt.json").read_text()
+    assert entry.main(words(workplace, tmp_path / "old", tmp_path / "new", num_train_epochs=9, batch_size=2)) == 1
+    assert "A step has 2 samples" in capsys.readouterr().err
+    assert (tmp_path / "new" / "adapt.json").read_text() == report
     more = {"num_train_epochs": 9, "max_minutes": 1e-9}
     assert entry.main(words(workplace, tmp_path / "old", tmp_path / "new", **more)) == 0
     assert "The training is not complete" in capsys.readouterr().out

@@ -106,15 +106,15 @@ def adapt(
         )
     if "before" not in report:
         report["before"] = decoded_tau(target, drafter, prompts)
-    checkpoint = get_last_checkpoint(arguments.output_dir)
-    if checkpoint is not None:
-        refuse_other_run(checkpoint, run)
-    # More epochs than before are not complete yet.
-    report.pop("after", None)
-    _write_report(folder, report)
     name_target(drafter, target)
     drafter.config.chat_template_kwargs = data.metadata.get("chat_template_kwargs", {})
     trainer = _trainer(target, drafter, data, held_out, arguments)
+    checkpoint = get_last_checkpoint(arguments.output_dir)
+    if checkpoint is not None:
+        refuse_other_run(checkpoint, {**run, "samples_per_step": trainer.args.samples_per_step})
+    # More epochs than before are not complete yet.
+    report.pop("after", None)
+    _write_report(folder, report)
     trainer.train(resume_from_checkpoint=checkpoint)
     trainer.save_model()
     trainer.save_state()
