@@ -455,7 +455,9 @@ def test_signals_that_save_what_was_learnt(folder, tmp_path, number):
     """As services are stopped, and where the terminal is closed."""
     models = ["--target", folder / "target", "--drafter", folder / "drafter", "--dtype", "float32"]
     command = [sys.executable, "-m", "hf_falcon", "serve", *models, "--port", "0", "--learn", tmp_path / "learnt"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    # Under `nohup` the tests ignore it, and so would the command.
+    with subprocess.Popen(command, preexec_fn=lambda: signal.signal(number, signal.SIG_DFL), **options) as process:
         timer = threading.Timer(120, process.kill)
         timer.start()
         address = re.search(r"http://\S+(?=/v1$)", process.stdout.readline().strip())[0]

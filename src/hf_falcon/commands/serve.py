@@ -1,8 +1,8 @@
 # Copyright 2026 The hf_falcon authors. Licensed under the Apache License, Version 2.0.
 """
 `hf-falcon serve`: serves a target with its drafter by OpenAI's interface, with transformers' own server: chat
-completions, completions and responses, also streamed. Ctrl-C or SIGTERM ends it. There are no users or passwords:
-listen on 127.0.0.1 only, or behind a proxy that has them.
+completions, completions and responses, also streamed. Ctrl-C, SIGTERM or SIGHUP ends it. There are no users or
+passwords: listen on 127.0.0.1 only, or behind a proxy that has them.
 """
 
 from __future__ import annotations
