@@ -475,11 +475,11 @@ def _no_draft_reason(
         return f"the cache is a {type(cache).__name__} that cannot drop rejected branches (use a DynamicCache)"
     if getattr(cache, "offloading", False):
         return f"the cache is a {type(cache).__name__} that is offloaded (use a DynamicCache)"
+    layers = getattr(cache, "layers", [])
     # Classes of transformers and of the model's own code are tried by the probe.
-    for each in {type(each): each for each in (cache, *getattr(cache, "layers", ()))}.values():
+    for each in {type(each): each for each in (cache, *layers)}.values():
         if (changed := _own_method(each, ("transformers.", type(model).__module__))) is not None:
             return f"the cache has its own {changed}, and may keep something else than every token's keys and values"
-    layers = getattr(cache, "layers", [])
     if any(getattr(layer, "is_sliding", False) for layer in layers):
         usual, most = DynamicCache(config=config).layers, (generation_config.max_length or 0) - 1
         if any(min(_kept(own), most) < min(_kept(each), most) for own, each in zip(layers, usual)):
